@@ -1,0 +1,46 @@
+"""One tiny model, its oracle, and one engine shared by most tests: a request brings its policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.engine import Engine
+from support.oracle_llama import OracleLlama
+from support.tiny_llama import cached_tiny_llama
+
+SINK, WINDOW, MAX_SOURCE = 5, 96, 96
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> OracleLlama:
+    return OracleLlama.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def shared_engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = Engine(
+        tiny_model,
+        {
+            "sink": SINK,
+            "window": WINDOW,
+            "max_source_len": MAX_SOURCE,
+            "positions": "absolute",
+        },
+    )
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine: Engine) -> Iterator[Engine]:
+    """The shared engine, with no prefix cached and every block back afterwards."""
+    shared_engine.forget_prefixes()
+    yield shared_engine
+    shared_engine.check_all_free()

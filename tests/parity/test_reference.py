@@ -1,0 +1,387 @@
+"""`reference.attend` equals the oracle, in every configuration, over long random streams.
+
+Each run keeps a small pool of slots busy: requests of different source lengths come, take a slot
+that an earlier one left full of NaN, take part in some steps and not in others, and go. Outputs
+are compared within a tolerance per dtype, slots bit for bit.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from support.oracle_attention import OracleStream, expected_slot
+from torch import Tensor
+
+from vllm_bounded_kv.attention.reference import attend
+from vllm_bounded_kv.config import BoundedKVConfig, SinkWindow
+from vllm_bounded_kv.layout import PADDING_ROW, RowPlan, plan_row
+
+TOLERANCE = {
+    torch.float64: 1e-12,  # two orders of summation
+    torch.float32: 2e-6,
+    torch.float16: 2e-3,  # one rounding of outputs below 4
+    torch.bfloat16: 1.6e-2,
+}
+"""Largest absolute error against float64, for unit-normal queries, keys and values."""
+
+NUM_STEPS = 30
+HEAD_DIM = 8
+SINK_3_WINDOW_5 = SinkWindow(3, 5)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One configuration of the matrix; the defaults are the plainest case."""
+
+    retention: SinkWindow | Callable[[int], SinkWindow] = SINK_3_WINDOW_5
+    heads: int = 2
+    kv_heads: int = 2
+    rows: int = 1
+    reverse: bool = False
+    query_window: int | None = None
+    rel_bias: bool = False
+    dtype: torch.dtype = torch.float64
+
+    def config(self) -> BoundedKVConfig:
+        return BoundedKVConfig(
+            num_layers=1,
+            num_heads=self.kv_heads,
+            head_dim=HEAD_DIM,
+            rows_per_request=self.rows,
+            max_source_len=8,
+            retention=self.retention,
+            max_slots=4,
+            dtype=self.dtype,
+            reverse_step_order=self.reverse,
+            query_window=self.query_window,
+        )
+
+
+@dataclass
+class Request:
+    stream: OracleStream
+    slot: int
+    source: int
+    """Index among the shared sources, or -1."""
+    padded: Tensor
+    """Its prefix, padded with NaN to the common length: `[rows, H_kv, L, 2D]`."""
+
+
+@dataclass
+class Pool:
+    """A pool of slots under test, and the oracle streams that say what it must do."""
+
+    setup: Setup
+    seed: int
+    told: Setup | None = None
+    """What the code under test is told, where a control tells it something else."""
+    worst: float = 0.0
+    """Largest output error so far."""
+    slots_differ: bool = False
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.config = self.setup.config()
+        told = self.told or self.setup
+        self.told_config, self.tells_bias = told.config(), told.rel_bias
+        self.random = random.Random(self.seed)
+        self.torch_random = torch.Generator().manual_seed(self.seed)
+        shape = (self.config.max_slots, self.setup.rows, self.setup.kv_heads)
+        # One entry more than needed, so that a control's longer ring has somewhere to be.
+        self.slots = self.nan(*shape, self.config.slot_tokens + 1, 2 * HEAD_DIM)
+        # Sources longer than any prefix, NaN past each one's end, as pages of a store would be.
+        self.lengths = [0, 1, 3, 5, 8]
+        self.sources = torch.stack([self.source(length) for length in self.lengths])
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.torch_random, dtype=torch.float64).to(
+            self.setup.dtype
+        )
+
+    def nan(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=self.setup.dtype)
+
+    def source(self, length: int) -> Tensor:
+        padded = self.nan(self.setup.rows, self.setup.kv_heads, 10, 2 * HEAD_DIM)
+        padded[:, :, :length] = self.normal(*padded.shape)[:, :, :length]
+        return padded
+
+    def admit(self) -> None:
+        free = sorted(set(range(self.config.max_slots)) - {r.slot for r in self.requests})
+        index = self.random.randrange(len(self.lengths))
+        length, own = self.lengths[index], self.random.random() < 0.4
+        padded = self.source(length) if own else self.sources[index]
+        policy = self.config.retention_for(length)
+        stream = OracleStream(
+            padded[:, :, :length],
+            policy.sink,
+            policy.window,
+            policy.window_includes_step,
+            self.setup.query_window,
+            self.setup.reverse,
+        )
+        slot = self.random.choice(free)
+        self.slots[slot] = torch.nan
+        self.requests.append(Request(stream, slot, -1 if own else index, padded))
+
+    def plan(self, request: Request, span: int) -> RowPlan:
+        return plan_row(
+            self.told_config.retention_for(request.stream.source_len),
+            sink_capacity=self.config.sink_capacity,
+            slot=request.slot,
+            source_len=request.stream.source_len,
+            written=request.stream.written,
+            span=span,
+            source=request.source,
+            reverse_step_order=self.told_config.reverse_step_order,
+        )
+
+    def churn(self) -> None:
+        """Let requests come and go; a released slot keeps what it holds."""
+        if self.requests and self.random.random() < 0.1:
+            self.requests.pop(self.random.randrange(len(self.requests)))
+        while len(self.requests) < self.random.randint(1, self.config.max_slots):
+            self.admit()
+
+    def step(self) -> None:
+        """One batch: a random subset of the requests, and a padding row somewhere."""
+        setup = self.setup
+        batch: list[Request | None] = list(
+            self.random.sample(self.requests, self.random.randint(1, len(self.requests)))
+        )
+        batch.insert(self.random.randint(0, len(batch)), None)
+        num_tokens = self.random.choice([1, 1, 2, 3, 5, 7, 12])
+        spans = [
+            self.random.choice([num_tokens, self.random.randint(0, num_tokens)]) for _ in batch
+        ]
+        plan = [None if r is None else self.plan(r, s) for r, s in zip(batch, spans, strict=True)]
+        total = len(batch) * setup.rows
+        q = self.normal(total, setup.heads, num_tokens, HEAD_DIM)
+        kv = self.normal(total, setup.kv_heads, num_tokens, 2 * HEAD_DIM)
+        longest = self.config.max_retained + 2 * num_tokens - 1
+        bias = self.normal(total, setup.heads, num_tokens, longest) if setup.rel_bias else None
+        row_sources = torch.stack([self.sources[0] if r is None else r.padded for r in batch])
+
+        expected_slots = self.slots.clone()
+        expected: list[Tensor | None] = []
+        for b, (request, span) in enumerate(zip(batch, spans, strict=True)):
+            own = slice(b * setup.rows, (b + 1) * setup.rows)
+            if request is None:
+                expected.append(None)
+                continue
+            own_bias = None if bias is None else bias[own]
+            expected.append(request.stream.attend(q[own], kv[own], span, own_bias))
+            expected_slots[request.slot] = expected_slot(
+                request.stream,
+                expected_slots[request.slot],
+                kv[own],
+                span,
+                self.config.sink_capacity,
+            )
+            request.stream.join(kv[own], span)
+
+        out = attend(
+            q,
+            kv[..., :HEAD_DIM],
+            kv[..., HEAD_DIM:],
+            self.slots,
+            plan,
+            sources=self.sources,
+            row_sources=row_sources,
+            query_window=self.told_config.query_window,
+            reverse_step_order=self.told_config.reverse_step_order,
+            rel_bias=bias if self.tells_bias else None,
+        )
+        assert out.dtype == setup.dtype
+        assert out.shape == (total, num_tokens, setup.heads, HEAD_DIM)
+        self.compare(out, expected, expected_slots)
+
+    def compare(self, out: Tensor, expected: list[Tensor | None], slots: Tensor) -> None:
+        for b, wanted in enumerate(expected):
+            got = out[b * self.setup.rows : (b + 1) * self.setup.rows].double()
+            if wanted is None:
+                assert torch.equal(got, torch.zeros_like(got))
+                continue
+            error = torch.nan_to_num((got - wanted).abs(), nan=torch.inf).max().item()
+            self.worst = max(self.worst, error)
+        same = torch.equal(self.slots.view(torch.uint8), slots.view(torch.uint8))
+        self.slots_differ |= not same
+
+    def run(self, num_steps: int = NUM_STEPS) -> "Pool":
+        for _ in range(num_steps):
+            self.churn()
+            self.step()
+        return self
+
+
+SETUPS = {
+    "plain": Setup(),
+    "no sink": Setup(SinkWindow(0, 4)),
+    "no window": Setup(SinkWindow(6, 0)),
+    "nothing kept": Setup(SinkWindow(0, 0)),
+    "window 1": Setup(SinkWindow(2, 1)),
+    "window of the step's length": Setup(SinkWindow(2, 7)),
+    "window never full": Setup(SinkWindow(1, 1000)),
+    "sink longer than any source": Setup(SinkWindow(12, 4)),
+    "window includes the step": Setup(SinkWindow(3, 6, window_includes_step=True)),
+    "policy by source length": Setup(lambda s: SinkWindow((3 * s) % 7, (5 * s + 2) % 9)),
+    "grouped heads": Setup(heads=6, kv_heads=2),
+    "one KV head": Setup(heads=4, kv_heads=1),
+    "two rows": Setup(rows=2),
+    "reversed": Setup(reverse=True),
+    "reversed, step included": Setup(SinkWindow(3, 6, True), reverse=True),
+    "query window": Setup(SinkWindow(0, 5), query_window=5),
+    "short query window": Setup(SinkWindow(0, 9), query_window=2),
+    "query window 0": Setup(SinkWindow(0, 0), query_window=0),
+    "bias": Setup(rel_bias=True),
+    "bias and query window": Setup(SinkWindow(0, 6), query_window=4, rel_bias=True),
+    "all at once": Setup(
+        lambda s: SinkWindow(s // 2 + 1, 6, s % 2 == 0),
+        heads=4,
+        kv_heads=2,
+        rows=2,
+        reverse=True,
+        rel_bias=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", SETUPS)
+def test_streams_equal_the_oracle(name: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        pool = Pool(replace(SETUPS[name], dtype=dtype), seed).run()
+        assert pool.worst <= TOLERANCE[dtype]
+        assert not pool.slots_differ
+
+
+@pytest.mark.parametrize("written", range(4, 12))
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11])
+def test_the_result_does_not_depend_on_how_a_stream_was_chunked(written: int, chunk: int) -> None:
+    """W-1, W, W+1 and past it: slots and the next query agree with one token per step."""
+
+    def play(size: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        kv = torch.randn(1, 1, written, 8, generator=generator, dtype=torch.float64)
+        query = torch.randn(1, 1, 1, 4, generator=generator, dtype=torch.float64)
+        slots = torch.full((1, 1, 1, 7, 8), torch.nan, dtype=torch.float64)
+
+        def run(q: Tensor, tokens: Tensor, start: int, span: int) -> Tensor:
+            row = plan_row(
+                SinkWindow(2, 5), sink_capacity=2, slot=0, source_len=0, written=start, span=span
+            )
+            return attend(q, tokens[..., :4], tokens[..., 4:], slots, [row])
+
+        for start in range(0, written, size):
+            part = kv[:, :, start : start + size]
+            run(part[..., :4], part, start, part.shape[2])
+        return run(query, kv[:, :, :1], written, 0), slots
+
+    for got, wanted in zip(play(chunk), play(1), strict=True):
+        assert torch.equal(got.nan_to_num(7.0), wanted.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    ("true", "told", "slots_differ"),
+    [
+        (Setup(SinkWindow(4, 5)), Setup(SinkWindow(3, 5)), True),
+        (Setup(SinkWindow(4, 5)), Setup(SinkWindow(4, 4)), True),
+        (Setup(SinkWindow(4, 5)), Setup(SinkWindow(4, 6)), True),
+        (Setup(SinkWindow(4, 5, True)), Setup(SinkWindow(4, 5, False)), False),
+        (Setup(reverse=True), Setup(reverse=False), True),
+        (Setup(SinkWindow(0, 6), query_window=4), Setup(SinkWindow(0, 6), query_window=3), False),
+        (Setup(SinkWindow(0, 6), query_window=4), Setup(SinkWindow(0, 6)), False),
+        (Setup(rel_bias=True), Setup(rel_bias=False), False),
+    ],
+    ids=["sink", "window - 1", "window + 1", "includes", "order", "query", "causal", "bias"],
+)
+def test_control_every_wrong_option_is_seen(true: Setup, told: Setup, slots_differ: bool) -> None:
+    """The comparison is worth something: each of these mistakes fails it."""
+    pool = Pool(true, seed=0, told=told).run()
+    assert pool.worst > 0.1
+    assert pool.slots_differ is slots_differ
+
+
+def test_control_a_read_of_what_was_never_written_is_nan() -> None:
+    """So the NaN that fills free slots cannot pass unnoticed."""
+    slots = torch.full((1, 1, 1, 7, 8), torch.nan)
+    row = plan_row(SinkWindow(2, 5), sink_capacity=2, slot=0, source_len=0, written=3, span=0)
+    q, k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
+    assert attend(q, k, v, slots, [row]).isnan().all()
+
+
+def test_a_zero_row_reads_and_writes_nothing_and_stays_finite() -> None:
+    slots = torch.full((1, 1, 1, 6, 8), torch.nan)
+    q, k, v = torch.randn(2, 2, 3, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
+    out = attend(q, k, v, slots, [PADDING_ROW, None])
+    assert out.isfinite().all()
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert slots.isnan().all()
+
+
+@dataclass
+class OneStep:
+    """Arguments of a valid step of two tokens; tests spoil them one at a time."""
+
+    q: Tensor = field(default_factory=lambda: torch.randn(1, 2, 2, 4))
+    k: Tensor = field(default_factory=lambda: torch.randn(1, 1, 2, 4))
+    v: Tensor = field(default_factory=lambda: torch.randn(1, 1, 2, 4))
+    slots: Tensor = field(default_factory=lambda: torch.full((2, 1, 1, 6, 8), torch.nan))
+    sources: Tensor | None = field(default_factory=lambda: torch.randn(1, 1, 1, 3, 8))
+    rel_bias: Tensor | None = None
+    span: int = 2
+    source: int = 0
+
+    def run(self) -> Tensor:
+        row = plan_row(
+            SinkWindow(2, 4),
+            sink_capacity=2,
+            slot=0,
+            source_len=3,
+            written=0,
+            span=self.span,
+            source=self.source,
+        )
+        return attend(
+            self.q,
+            self.k,
+            self.v,
+            self.slots,
+            [row],
+            sources=self.sources,
+            rel_bias=self.rel_bias,
+        )
+
+
+def test_the_valid_step_is_valid() -> None:
+    assert OneStep().run().isfinite().all()
+    assert OneStep(rel_bias=torch.zeros(1, 2, 2, 3 + 3)).run().isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (OneStep(q=torch.randn(2, 2, 2, 4)), "q must have len.* = 1 rows, got 2"),
+        (OneStep(k=torch.randn(1, 1, 3, 4)), "k must be"),
+        (OneStep(v=torch.randn(1, 2, 2, 4)), "v must be"),
+        (OneStep(slots=torch.randn(2, 1, 1, 6, 6)), "slots must end in 2D = 8, got 6"),
+        (OneStep(sources=None), "sources must be given"),
+        (OneStep(source=-1), "row_sources must be given"),
+        (OneStep(sources=torch.randn(1, 1, 1, 2, 8)), r"reads entries \[2, 3\) of 2"),
+        (OneStep(span=3), "must add at most T = 2 tokens, got 3"),
+        (OneStep(rel_bias=torch.zeros(1, 2, 2, 5)), "rel_bias must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_stores_nothing(step: OneStep, message: str) -> None:
+    before = step.slots.clone()
+    with pytest.raises(ValueError, match=message):
+        step.run()
+    assert torch.equal(step.slots.isnan(), before.isnan())
+
+
+def test_heads_must_divide() -> None:
+    q, kv = torch.randn(1, 3, 1, 4), torch.randn(1, 2, 1, 4)
+    with pytest.raises(ValueError, match="H must be a multiple of H_kv = 2, got 3"):
+        attend(q, kv, kv, torch.zeros(1, 1, 2, 6, 8), [None])

@@ -1,0 +1,92 @@
+"""The command line: flags that write into `additional_config`, which reaches every process."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from vllm_bounded_kv.engine import compat
+from vllm_bounded_kv.engine.policy import POSITION_MODES, EnginePolicy
+from vllm_bounded_kv.engine.settings import FILE_KEY, KNOWN_PLUGINS, PLUGIN_KEY, POLICY_KEY
+
+
+class _WriteConfig(argparse.Action):
+    """Store the value at `path` within `namespace.additional_config`."""
+
+    def __init__(self, *args: Any, path: tuple[str, ...], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.path = path
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        config = dict(getattr(namespace, "additional_config", None) or {})
+        *parents, key = self.path
+        target = config
+        for parent in parents:
+            target[parent] = dict(target.get(parent) or {})
+            target = target[parent]
+        target[key] = values
+        namespace.additional_config = config
+
+
+def add_flags(parser: Any) -> None:
+    """Add `--kv-plugin` and `--bounded-kv-*` to vLLM's parser."""
+    defaults = EnginePolicy()
+    group = parser.add_argument_group(
+        title="Bounded KV cache",
+        description="A fixed KV cache per request: the stream's first `sink` entries and its last "
+        "`window`. Needs --kv-plugin bounded.",
+    )
+
+    def flag(name: str, path: tuple[str, ...], **kwargs: Any) -> None:
+        group.add_argument(
+            name, action=_WriteConfig, path=path, default=argparse.SUPPRESS, **kwargs
+        )
+
+    flag(
+        "--kv-plugin",
+        (PLUGIN_KEY,),
+        choices=KNOWN_PLUGINS,
+        help="The KV cache plugin to serve with.",
+    )
+    flag(
+        "--bounded-kv-config",
+        (FILE_KEY,),
+        metavar="FILE",
+        help="YAML or JSON file with the settings below (without the prefix); flags override it.",
+    )
+    settings: dict[str, tuple[type, str]] = {
+        "sink": (int, f"Entries kept from the start of a stream (default: {defaults.sink})."),
+        "window": (
+            int,
+            "Most recent entries kept, the query's own included (default: 2048, or what fits "
+            "within --max-model-len beside the sink).",
+        ),
+        "max_source_len": (
+            int,
+            "Longest source prefix a request may declare with kv_source_len "
+            f"(default: {defaults.max_source_len}).",
+        ),
+        "max_slots": (int, "Streams admitted at once (default: what the pool holds)."),
+        "retention": (
+            str,
+            "module:function that returns a SinkWindow for a source length, in place of sink "
+            "and window.",
+        ),
+    }
+    for name, (kind, text) in settings.items():
+        flag(
+            f"--bounded-kv-{name.replace('_', '-')}",
+            (POLICY_KEY, name),
+            type=kind,
+            metavar=name.upper(),
+            help=text,
+        )
+    flag(
+        "--bounded-kv-positions",
+        (POLICY_KEY, "positions"),
+        choices=POSITION_MODES,
+        help=f"How rotary positions follow the stream (default: {defaults.positions}).",
+    )
+    compat.merge_additional_config(parser)

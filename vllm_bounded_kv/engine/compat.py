@@ -1,0 +1,224 @@
+"""Every patch of vLLM and every version check. Nothing else in the project patches anything.
+
+Each entry says why vLLM's official hooks do not reach, and when it can go. A patch whose target
+vLLM renames fails at start-up, by name. All are idempotent; without `--kv-plugin bounded` only
+the first two are applied, and they hand through.
+
+Written against vLLM 0.32.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+SUPPORTED_VLLM = "0.32"
+MARK = "_bounded_kv_patch"
+
+
+def check_vllm_version() -> None:
+    """Refuse a vLLM whose internals this release does not know.
+
+    Raises:
+        RuntimeError: naming the version found and the ones supported.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(SUPPORTED_VLLM + "."):
+        raise RuntimeError(
+            f"--kv-plugin bounded supports vLLM {SUPPORTED_VLLM}.x, but vLLM {vllm.__version__} is "
+            f"installed; install vllm=={SUPPORTED_VLLM}.0, or serve without --kv-plugin"
+        )
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by `make(original)`, once."""
+    descriptor = owner.__dict__.get(name) if isinstance(owner, type) else getattr(owner, name, None)
+    if descriptor is None:
+        raise RuntimeError(
+            f"vLLM no longer has {getattr(owner, '__name__', owner)}.{name}; "
+            "this release of vllm-bounded-kv cannot work with it"
+        )
+    original = descriptor.__func__ if isinstance(descriptor, staticmethod) else descriptor
+    if getattr(original, MARK, False):
+        return
+    wrapper = functools.wraps(original)(make(original))
+    setattr(wrapper, MARK, True)
+    setattr(owner, name, staticmethod(wrapper) if original is not descriptor else wrapper)
+
+
+def install_cli(add_flags: Callable[[Any], None]) -> None:
+    """Patch: `EngineArgs.add_cli_args`. General plugins cannot add flags to `vllm serve`.
+
+    Remove when vLLM lets plugins register arguments.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    def make(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def add_cli_args(parser: Any) -> Any:
+            parser = original(parser)
+            add_flags(parser)
+            return parser
+
+        return add_cli_args
+
+    _wrap(EngineArgs, "add_cli_args", make)
+
+
+def install_engine_config(
+    before: Callable[[Any], Callable[[], None]], after: Callable[[Any], None]
+) -> None:
+    """Patch: `EngineArgs.create_engine_config`. No hook lets a plugin inject its scheduler and
+    worker from `additional_config`, nor check the finished config.
+
+    Args:
+        before: called with the `EngineArgs` when the plugin is asked for; returns a function that
+            undoes what it changed.
+        after: called with the finished `VllmConfig`.
+
+    Remove when vLLM has a config hook for general plugins.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_bounded_kv.engine.settings import is_enabled
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not is_enabled(self.additional_config):
+                return original(self, *args, **kwargs)
+            undo = before(self)
+            try:
+                config = original(self, *args, **kwargs)
+            finally:
+                undo()
+            after(config)
+            return config
+
+        return create_engine_config
+
+    _wrap(EngineArgs, "create_engine_config", make)
+
+
+def install_front_end_checks(check: Callable[[Any, Any, int], None]) -> None:
+    """Patch: `InputProcessor.process_inputs`. Requests that the policy refuses must get a 400
+    before a stream starts; vLLM has no validation hook for extra arguments.
+
+    Args:
+        check: called with the `VllmConfig`, the params and the number of prompt tokens.
+
+    Remove when vLLM validates `extra_args` through a plugin hook.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            num_tokens = len(request.prompt_token_ids or ())
+            check(self.vllm_config, request.sampling_params, num_tokens)
+            return request
+
+        return process_inputs
+
+    _wrap(InputProcessor, "process_inputs", make)
+
+
+def install_engine_core_hooks() -> None:
+    """Patch: `EngineCore.preprocess_add_request` and a new method on `EngineCore`.
+
+    The first: a request that passed no front end (or another one) and breaks the policy must fail
+    alone; an exception in `Scheduler.add_request` would end the engine. The second: front ends
+    call engine methods by name (`call_utility`), and the figures are made here.
+
+    Remove when schedulers can refuse requests and publish utility methods.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def preprocess_add_request(self: Any, request: Any) -> Any:
+            prepared = original(self, request)
+            check = getattr(self.scheduler, "request_policy", None)
+            if check is not None and prepared[0].request_id not in self.scheduler.requests:
+                check(prepared[0])
+            return prepared
+
+        return preprocess_add_request
+
+    _wrap(EngineCore, "preprocess_add_request", make)
+
+    def bounded_kv_figures(self: Any, mark_read: bool = False) -> dict[str, Any]:
+        figures: dict[str, Any] = self.scheduler.bounded_kv_figures(mark_read)
+        return figures
+
+    EngineCore.bounded_kv_figures = bounded_kv_figures
+
+
+def install_endpoint(make_plugin: Callable[[], Any]) -> None:
+    """Patch: `vllm.plugins.load_endpoint_plugins`. vLLM loads an endpoint plugin only when
+    VLLM_PLUGINS names it, and a set VLLM_PLUGINS then filters every other plugin group too;
+    `--kv-plugin bounded` is consent enough for its own route.
+
+    Remove when endpoint plugins can be turned on by a flag.
+    """
+    import vllm.plugins
+
+    def make(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def load_endpoint_plugins(supported_tasks: Any = None) -> list[Any]:
+            plugins = original(supported_tasks)
+            plugin = make_plugin()
+            if set(plugin.required_tasks) & set(supported_tasks or ()):
+                plugins.append(plugin)
+            return plugins
+
+        return load_endpoint_plugins
+
+    _wrap(vllm.plugins, "load_endpoint_plugins", make)
+
+
+@contextmanager
+def cpu_attention_backend(backend: type) -> Iterator[None]:
+    """While a model loads, its attention layers get `backend` for the CPU.
+
+    No patch, but global state of vLLM's: `CpuPlatform` honours only an override of `CPU_ATTN`,
+    and the choice is cached by configuration. Both are put back, so that another engine in this
+    process gets its own backend.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import (
+        _ATTN_OVERRIDES,
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    name = AttentionBackendEnum.CPU_ATTN
+    previous = _ATTN_OVERRIDES.get(name)
+    register_backend(name, f"{backend.__module__}.{backend.__qualname__}")
+    selector._cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        name.clear_override()
+        if previous is not None:
+            register_backend(name, previous)
+        selector._cached_get_attn_backend.cache_clear()
+
+
+def merge_additional_config(parser: Any) -> None:
+    """Make `--additional-config` add to what the plugin's flags have written, in any order.
+
+    Remove together with `install_cli`.
+    """
+    for action in parser._actions:
+        if action.dest == "additional_config" and not hasattr(action, MARK):
+            action_type = type(action)
+
+            class Merging(action_type):  # type: ignore[valid-type,misc]
+                def __call__(self, parser: Any, namespace: Any, values: Any, *rest: Any) -> None:
+                    written = getattr(namespace, self.dest, None) or {}
+                    if isinstance(values, Mapping) and isinstance(written, Mapping):
+                        values = {**written, **values}
+                    setattr(namespace, self.dest, values)
+
+            action.__class__ = Merging
+            setattr(action, MARK, True)

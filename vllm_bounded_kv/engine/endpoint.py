@@ -1,0 +1,80 @@
+"""`GET /v1/bounded_kv`, and fresh figures on `/metrics`.
+
+An endpoint plugin in vLLM's sense, turned on by `--kv-plugin bounded` itself (see `compat`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import prometheus_client
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from vllm_bounded_kv import metrics
+from vllm_bounded_kv.engine.settings import policy_of
+
+FIGURES_TIMEOUT_S = 5.0
+"""How long a scrape waits for an engine that is in the middle of a step."""
+
+
+class BoundedKVEndpoint:
+    """Adds the plugin's routes to vLLM's server."""
+
+    name = "bounded"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes. `/metrics` replaces vLLM's, which cannot fetch before it answers."""
+        app.add_api_route("/v1/bounded_kv", _show, methods=["GET"], tags=["bounded_kv"])
+        app.add_api_route(
+            "/metrics", _metrics, methods=["GET"], include_in_schema=False, response_model=None
+        )
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Keep the engine at hand, and check that the route is really there."""
+        state.bounded_kv_engine = engine_client
+        metrics.create()
+
+
+async def fetch_figures(engine_client: Any, mark_read: bool = False) -> dict[str, Any]:
+    """Ask the engine core for its figures."""
+    core = engine_client.engine_core
+    figures: dict[str, Any] = await core.call_utility_async("bounded_kv_figures", mark_read)
+    return figures
+
+
+async def _show(request: Request) -> JSONResponse:
+    """The cache as JSON: policy, slots, and where every running stream stands."""
+    engine = request.app.state.bounded_kv_engine
+    try:
+        figures = await asyncio.wait_for(fetch_figures(engine), FIGURES_TIMEOUT_S)
+    except TimeoutError:
+        return JSONResponse(
+            {"error": f"the engine did not answer within {FIGURES_TIMEOUT_S} s; try again"},
+            status_code=503,
+            headers={"Retry-After": "1"},
+        )
+    del figures["ring_wraps_unread"]
+    policy = policy_of(engine.vllm_config)
+    assert policy is not None
+    return JSONResponse({"policy": policy.to_mapping(), **figures})
+
+
+async def _metrics(request: Request) -> Response:
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    fetch = asyncio.ensure_future(fetch_figures(request.app.state.bounded_kv_engine, True))
+    fetch.add_done_callback(_take_over)  # a late answer still counts
+    await asyncio.wait([fetch], timeout=FIGURES_TIMEOUT_S)
+    return Response(
+        prometheus_client.generate_latest(get_prometheus_registry()),
+        media_type=prometheus_client.CONTENT_TYPE_LATEST,
+    )
+
+
+def _take_over(fetch: asyncio.Future[dict[str, Any]]) -> None:
+    if not fetch.cancelled() and fetch.exception() is None:
+        metrics.update(fetch.result())

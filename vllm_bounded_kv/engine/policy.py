@@ -1,0 +1,269 @@
+"""What the engine retains: the server's policy, and each stream's share of it.
+
+A decoder-only model keeps, for the query at stream position `p`, the entries `[0, sink)` and
+`(p - ring, p]`. `EnginePolicy` is what the operator declares once; `StreamPolicy` is what one
+request gets, pinned when it is added. Everything that needs a footprint (admission, sizing, the
+start-up line, metrics) asks `StreamPolicy.num_blocks`: one function, so they cannot disagree.
+
+Imports no vLLM: the same arithmetic runs in the front end, the engine core and the workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from vllm_bounded_kv.config import SinkWindow
+from vllm_bounded_kv.layout import immutable_blocks, num_valid, ring_capacity, slot_blocks
+
+DEFAULT_WINDOW = 2048
+POSITION_MODES = ("absolute",)
+REQUEST_KEYS = ("kv_source_len", "kv_sink", "kv_window")
+
+
+class PolicyError(ValueError):
+    """A value that the policy does not allow. `field` names it as the user wrote it."""
+
+    def __init__(self, field: str, value: Any, reason: str) -> None:
+        super().__init__(f"{field}={value!r}: {reason}")
+        self.field = field
+        self.value = value
+
+
+@dataclass(frozen=True)
+class StreamPolicy:
+    """One stream's retention, as the engine lays it out: `sink` entries, then a ring.
+
+    `ring` is the window, or one more where the policy does not count the step's own token.
+    """
+
+    sink: int
+    ring: int
+
+    @property
+    def capacity(self) -> int:
+        """Entries the slot holds: `B = S + R`."""
+        return self.sink + self.ring
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks the stream takes at admission, shared ones included, and holds to its end."""
+        return slot_blocks(self.sink, self.ring, block_size)
+
+    def num_immutable_blocks(self, block_size: int) -> int:
+        """Leading blocks that are never overwritten, so may be hashed and shared."""
+        return immutable_blocks(self.sink, block_size)
+
+    def num_retained(self, num_entries: int) -> int:
+        """Entries still held of a stream of `num_entries`."""
+        return num_valid(num_entries, self.sink, self.ring)
+
+    def num_wraps(self, num_entries: int) -> int:
+        """How often the ring has started over after `num_entries` entries."""
+        return max(0, num_entries - 1 - self.sink) // self.ring
+
+
+def _require_int(field: str, value: Any, minimum: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise PolicyError(field, value, f"must be an integer, got {type(value).__name__}")
+    if value < minimum:
+        raise PolicyError(field, value, f"must be >= {minimum}")
+    return value
+
+
+@dataclass(frozen=True)
+class EnginePolicy:
+    """The server's retention policy: what `--bounded-kv-*` declares.
+
+    Fields left at `None` are settled by `resolve`, which needs the model's length.
+
+    Raises:
+        PolicyError: (a `ValueError`) naming the field, its value and the limit.
+    """
+
+    sink: int = 4
+    """Entries kept from the start of every stream (attention sinks)."""
+    window: int | None = None
+    """Most recent entries kept, the query's own included. `None`: `min(2048, what fits the
+    model's length beside the sink)`."""
+    max_source_len: int = 0
+    """Longest source prefix a request may declare; slots are sized for it."""
+    max_slots: int | None = None
+    """Streams admitted at once. `None`: as many as the pool holds, up to `max_num_seqs`."""
+    positions: str = "absolute"
+    """How rotary positions follow the stream: `absolute` uses the stream position itself."""
+    window_includes_step: bool = True
+    """Whether the window counts the query's own entry, as vLLM's `sliding_window` does."""
+    retention: str | None = None
+    """`module:function`, called with a source length, returning a `SinkWindow`. Replaces `sink`
+    and `window`."""
+
+    def __post_init__(self) -> None:
+        _require_int("sink", self.sink, 0)
+        if self.window is not None:
+            _require_int("window", self.window, 1)
+        _require_int("max_source_len", self.max_source_len, 0)
+        if self.max_slots is not None:
+            _require_int("max_slots", self.max_slots, 1)
+        if self.positions not in POSITION_MODES:
+            raise PolicyError(
+                "positions", self.positions, f"must be one of {', '.join(POSITION_MODES)}"
+            )
+        if not isinstance(self.window_includes_step, bool):
+            raise PolicyError(
+                "window_includes_step", self.window_includes_step, "must be true or false"
+            )
+        if self.retention is not None and self.window is not None:
+            raise PolicyError(
+                "window", self.window, "is decided by retention; give one or the other"
+            )
+        if self.retention is not None:
+            _ = self._by_source_len  # a callable is evaluated once per source length, now
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> EnginePolicy:
+        """Build from what was written in flags or files; unknown names are refused."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise PolicyError(
+                    name, values[name], f"unknown bounded_kv setting; known: {sorted(known)}"
+                )
+        return cls(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The plain mapping that `from_mapping` reads: what travels between processes."""
+        return dataclasses.asdict(self)
+
+    def resolve(self, max_model_len: int) -> EnginePolicy:
+        """Settle the window and check that one slot fits in the model's length.
+
+        Args:
+            max_model_len: the longest stream the server allows, in tokens.
+        """
+        policy = self
+        if self.window is None and self.retention is None:
+            room = max_model_len - self.max_sink
+            if room < 1:
+                raise PolicyError(
+                    "sink", self.max_sink, f"leaves no window within max_model_len={max_model_len}"
+                )
+            policy = dataclasses.replace(self, window=min(DEFAULT_WINDOW, room))
+        largest = policy.largest
+        # A window that keeps one entry more still spans max_model_len entries at most.
+        if largest.sink + largest.ring > max_model_len + (not policy.window_includes_step):
+            raise PolicyError(
+                "sink + window",
+                largest.sink + largest.ring,
+                f"is larger than max_model_len={max_model_len}; lower the window or the sink "
+                "(max_source_len counts as sink)",
+            )
+        return policy
+
+    @cached_property
+    def _by_source_len(self) -> tuple[StreamPolicy, ...]:
+        """The callable's policies, for source lengths 0 to `max_source_len`."""
+        function = _load_function(self.retention)
+        return tuple(
+            _stream_policy_of(function(length), f"retention({length})")
+            for length in range(self.max_source_len + 1)
+        )
+
+    @property
+    def max_sink(self) -> int:
+        """The largest sink any stream may have, in entries."""
+        if self.retention is not None:
+            return max(p.sink for p in self._by_source_len)
+        return max(self.sink, self.max_source_len)
+
+    @property
+    def max_ring(self) -> int:
+        """The largest ring any stream may have, in entries."""
+        if self.retention is not None:
+            return max(p.ring for p in self._by_source_len)
+        assert self.window is not None, "resolve() first"
+        return ring_capacity(self.window, self.window_includes_step)
+
+    @cached_property
+    def largest(self) -> StreamPolicy:
+        """The largest stream that can be admitted: what slots are sized for."""
+        if self.retention is not None:
+            return max(self._by_source_len, key=lambda p: p.capacity)
+        return StreamPolicy(self.max_sink, self.max_ring)
+
+    @cached_property
+    def default(self) -> StreamPolicy:
+        """What a request that says nothing gets."""
+        return self.for_request({}, num_prompt_tokens=0)
+
+    def for_request(self, args: Mapping[str, Any] | None, num_prompt_tokens: int) -> StreamPolicy:
+        """The policy of one request.
+
+        Args:
+            args: the request's extra arguments (`vllm_xargs`); keys that do not start with
+                `kv_` belong to others and are ignored, as are vLLM's own.
+            num_prompt_tokens: tokens of its prompt, which must contain the declared source.
+
+        Raises:
+            PolicyError: for unknown `kv_` keys, wrong types and values beyond the start-up limits.
+        """
+        values = self._checked(args or {})
+        source_len = values.get("kv_source_len", 0)
+        if source_len > num_prompt_tokens:
+            raise PolicyError(
+                "kv_source_len",
+                source_len,
+                f"is longer than the prompt, which has {num_prompt_tokens} tokens",
+            )
+        if self.retention is not None:
+            return self._by_source_len[source_len]
+        assert self.window is not None, "resolve() first"
+        return StreamPolicy(
+            sink=values.get("kv_sink", max(self.sink, source_len)),
+            ring=ring_capacity(values.get("kv_window", self.window), self.window_includes_step),
+        )
+
+    def _checked(self, args: Mapping[str, Any]) -> dict[str, int]:
+        given = {k: v for k, v in args.items() if k.startswith("kv_") and k not in VLLM_KEYS}
+        limits = {
+            "kv_source_len": (0, self.max_source_len, "max_source_len"),
+            "kv_sink": (0, self.max_sink, "the largest sink, max(sink, max_source_len)"),
+            "kv_window": (1, self.window or 0, "window"),
+        }
+        for key, value in given.items():
+            if key not in limits:
+                raise PolicyError(key, value, f"unknown argument; known: {', '.join(REQUEST_KEYS)}")
+            if self.retention is not None and key != "kv_source_len":
+                raise PolicyError(key, value, "is decided by the server's retention callable")
+            minimum, maximum, name = limits[key]
+            if _require_int(key, value, minimum) > maximum:
+                raise PolicyError(key, value, f"is beyond this server's limit {maximum} ({name})")
+        return given
+
+
+VLLM_KEYS = frozenset({"kv_transfer_params", "kv_cache_report_mode"})
+"""Extra arguments of vLLM's own that start with `kv_` (vllm/v1/request.py, 0.32.0)."""
+
+
+def _load_function(path: str | None) -> Callable[[int], SinkWindow]:
+    module_name, _, name = str(path).partition(":")
+    if not module_name or not name:
+        raise PolicyError("retention", path, "must be written module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise PolicyError("retention", path, f"cannot be imported: {error}") from error
+    if not callable(function):
+        raise PolicyError("retention", path, "is not callable")
+    return function  # type: ignore[no-any-return]
+
+
+def _stream_policy_of(policy: Any, field: str) -> StreamPolicy:
+    if not isinstance(policy, SinkWindow):
+        raise PolicyError(field, policy, "must return a SinkWindow")
+    _require_int(f"{field}.sink", policy.sink, 0)
+    _require_int(f"{field}.window", policy.window, 1)
+    return StreamPolicy(policy.sink, ring_capacity(policy.window, policy.window_includes_step))

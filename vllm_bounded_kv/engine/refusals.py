@@ -1,0 +1,99 @@
+"""What the plugin refuses at start-up, and why. Nothing is silently ignored or clamped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class UnsupportedError(ValueError):
+    """The engine is configured with something that the bounded cache cannot serve."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(f"--kv-plugin bounded does not support {what}. {remedy}")
+
+
+def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
+    """Refuse engine configurations that the bounded cache cannot serve.
+
+    Layer-level refusals (ALiBi, soft caps, sliding-window layers, ...) are raised when the model's
+    layers are built: only they know.
+
+    Raises:
+        UnsupportedError: naming the flag or feature.
+        PolicyError: naming the field, its value and the limit.
+    """
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    stock = "Serve this model without --kv-plugin."
+    for is_used, what, remedy in (
+        (model.use_mla, "multi-head latent attention (MLA)", stock),
+        (model.is_encoder_decoder, "encoder-decoder models", stock),
+        (model.runner_type != "generate", f"--runner {model.runner_type}", stock),
+        (model.is_attention_free, "models without attention", stock),
+        (model.is_hybrid, "hybrid models with recurrent layers", stock),
+        (model.is_mm_prefix_lm, "models that attend images bidirectionally", stock),
+        (
+            config.speculative_config is not None,
+            "speculative decoding (--speculative-config)",
+            "Remove the flag.",
+        ),
+        (
+            config.kv_transfer_config is not None,
+            "KV connectors and offloading (--kv-transfer-config, --kv-offloading-size)",
+            "Remove the flag.",
+        ),
+        (
+            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
+            "Use --kv-cache-dtype auto.",
+        ),
+        (
+            parallel.decode_context_parallel_size > 1,
+            f"--decode-context-parallel-size {parallel.decode_context_parallel_size}",
+            "Use 1.",
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
+            f"--prefill-context-parallel-size {parallel.prefill_context_parallel_size}",
+            "Use 1.",
+        ),
+        (
+            cache.kv_sharing_fast_prefill,
+            "cross-layer KV sharing (--kv-sharing-fast-prefill)",
+            "Remove the flag.",
+        ),
+        (
+            config.device_config.device_type != "cpu",
+            f"device {config.device_config.device_type!r} yet",
+            "Its kernels come with a later release; the CPU backend is complete.",
+        ),
+        (
+            config.use_v2_model_runner,
+            "vLLM's V2 model runner yet",
+            "Set VLLM_USE_V2_MODEL_RUNNER=0.",
+        ),
+    ):
+        if is_used:
+            raise UnsupportedError(what, remedy)
+    check_positions(config, policy)
+
+
+def check_positions(config: VllmConfig, policy: EnginePolicy) -> None:
+    """Refuse streams longer than the positions that the model knows.
+
+    vLLM lets VLLM_ALLOW_LONG_MAX_MODEL_LEN lift this limit; the CPU rotary kernel then reads
+    beyond its table without saying so.
+    """
+    model = config.model_config
+    table = getattr(model.hf_text_config, "max_position_embeddings", None)
+    if policy.positions == "absolute" and table is not None and model.max_model_len > table:
+        raise PolicyError(
+            "--max-model-len",
+            model.max_model_len,
+            f"is beyond the model's {table} rotary positions (max_position_embeddings), which "
+            f"--bounded-kv-positions absolute cannot exceed; use at most {table}",
+        )

@@ -1,0 +1,214 @@
+"""The scheduler's side of the plugin: pins policies, caps hashing, reports figures.
+
+vLLM's scheduler does the scheduling. A mixin adds to it what concerns slots, once for the plain
+scheduler and once for the asynchronous one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from vllm_bounded_kv.engine import compat
+from vllm_bounded_kv.engine.blocks import BoundedBlockManager
+from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError, StreamPolicy
+from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
+from vllm_bounded_kv.engine.stats import EngineFigures, StreamFigures
+
+logger = init_logger("vllm.bounded_kv.scheduler")
+
+
+class BoundedSchedulerMixin:
+    """Adds bounded streams to one of vLLM's schedulers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        compat.install_engine_core_hooks()
+        policy = policy_of(self.vllm_config)  # type: ignore[attr-defined]
+        assert policy is not None
+        self.bounded_policy: EnginePolicy = policy
+        self.streams: dict[str, StreamPolicy] = {}
+        coordinator = self.kv_cache_manager.coordinator  # type: ignore[attr-defined]
+        (manager,) = coordinator.single_type_managers
+        assert isinstance(manager, BoundedBlockManager)
+        manager.streams = self.streams
+        self.bounded_manager = manager
+        self._wraps_of_finished = 0
+        self._wraps_read = 0
+        self._set_slots()
+
+    def _set_slots(self) -> None:
+        spec = self.bounded_manager.kv_cache_spec
+        assert isinstance(spec, BoundedAttentionSpec)
+        pool_blocks = self.bounded_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
+        pool_slots = pool_blocks // spec.slot_blocks
+        wanted = self.bounded_policy.max_slots
+        if pool_slots < max(wanted or 1, 1):
+            raise PolicyError(
+                "--bounded-kv-max-slots" if wanted else "--bounded-kv-window",
+                wanted or self.bounded_policy.window,
+                f"needs {(wanted or 1) * spec.slot_blocks} blocks of {spec.block_size} entries "
+                f"({spec.slot_blocks} a slot), but the pool has {pool_blocks}; lower it, or give "
+                "the cache more memory (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE on CPU)",
+            )
+        if wanted is not None:
+            self.max_num_active_reqs = min(self.max_num_active_reqs, wanted)  # type: ignore[has-type]
+        self.num_slots = min(self.max_num_active_reqs, pool_slots)
+        self.slot_blocks = spec.slot_blocks
+        num_layers = sum(
+            len(group.layer_names)
+            for group in self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        )
+        self.block_bytes = spec.page_size_bytes * num_layers
+        largest = self.bounded_policy.largest
+        immutable = largest.num_immutable_blocks(spec.block_size)
+        logger.info(
+            "Bounded KV cache: %s bytes a slot (sink %d + window %d entries in %d blocks of %d); "
+            "%d slots in a pool of %d blocks; %d source blocks a stream can share.",
+            f"{self.slot_blocks * self.block_bytes:,}",
+            largest.sink,
+            largest.ring,
+            spec.slot_blocks,
+            spec.block_size,
+            self.num_slots,
+            pool_blocks,
+            immutable,
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Pin the stream's policy; later pieces of a streaming input do not change it."""
+        request_id = request.request_id
+        if request_id not in self.requests:  # type: ignore[attr-defined]
+            policy = self.request_policy(request)
+            self.streams[request_id] = policy
+            _cap_hashing(request, policy.num_immutable_blocks(self.bounded_manager.block_size))
+        super().add_request(request)  # type: ignore[misc]
+
+    def request_policy(self, request: Request) -> StreamPolicy:
+        """The policy that a request asks for.
+
+        Raises:
+            PolicyError: when the server does not allow it.
+        """
+        params = request.sampling_params
+        return self.bounded_policy.for_request(
+            params.extra_args if params is not None else None, request.num_prompt_tokens
+        )
+
+    def _free_blocks(self, request: Request) -> None:
+        super()._free_blocks(request)  # type: ignore[misc]
+        policy = self.streams.pop(request.request_id)
+        self._wraps_of_finished += policy.num_wraps(request.num_computed_tokens)
+
+    def bounded_kv_figures(self, mark_read: bool = False) -> dict[str, Any]:
+        """The cache as it stands, as plain values.
+
+        Args:
+            mark_read: the reader adds `ring_wraps_unread` to a counter of its own; do not hand
+                them out again.
+        """
+        pool = self.bounded_manager.block_pool
+        held = set()
+        shared = 0
+        streams = []
+        requests = self.requests  # type: ignore[attr-defined]
+        for request_id, policy in self.streams.items():
+            slot = self.bounded_manager.slot(request_id)
+            if not slot:
+                continue
+            for block in slot[: self.bounded_manager.num_shareable(request_id)]:
+                if block.block_id not in held:
+                    held.add(block.block_id)
+                    shared += block.ref_cnt > 1
+            position = requests[request_id].num_computed_tokens
+            retained = policy.num_retained(position)
+            streams.append(
+                StreamFigures(
+                    request_id=request_id,
+                    position=position,
+                    retained=retained,
+                    evicted=position - retained,
+                    blocks=len(slot),
+                    sink=policy.sink,
+                    window=policy.ring,
+                )
+            )
+        wraps = self._wraps_of_finished + sum(
+            self.streams[s.request_id].num_wraps(s.position) for s in streams
+        )
+        unread = wraps - self._wraps_read
+        if mark_read:
+            self._wraps_read = wraps
+        return EngineFigures(
+            slots_total=self.num_slots,
+            slots_used=len(streams),
+            slot_bytes=self.slot_blocks * self.block_bytes,
+            slot_blocks=self.slot_blocks,
+            block_size=self.bounded_manager.block_size,
+            block_bytes=self.block_bytes,
+            pool_blocks=pool.num_gpu_blocks - 1,
+            pool_blocks_free=pool.get_num_free_blocks(),
+            source_blocks_held=len(held),
+            source_blocks_shared=shared,
+            ring_wraps=wraps,
+            ring_wraps_unread=unread,
+            streams=streams,
+        ).to_dict()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` with the sums that do not add up.
+
+        Every block is free or held, as often as its reference count says; every running stream
+        holds exactly its slot.
+        """
+        pool = self.bounded_manager.block_pool
+        references: dict[int, int] = {}
+        for block in self.bounded_manager.held_blocks():
+            references[block.block_id] = references.get(block.block_id, 0) + 1
+            assert block.ref_cnt > 0, f"held block {block.block_id} has no reference"
+        for block in pool.blocks:
+            counted = references.get(block.block_id, 0)
+            if not block.is_null:
+                assert block.ref_cnt == counted, (
+                    f"block {block.block_id}: {block.ref_cnt} references, {counted} holders"
+                )
+        free, total = pool.get_num_free_blocks(), pool.num_gpu_blocks - 1
+        assert free + len(references) == total, f"{free} free + {len(references)} held != {total}"
+        for request_id, policy in self.streams.items():
+            slot = self.bounded_manager.slot(request_id)
+            expected = policy.num_blocks(self.bounded_manager.block_size)
+            assert len(slot) in (0, expected), f"{request_id}: {len(slot)} blocks, not {expected}"
+        stray = set(self.bounded_manager.req_to_blocks) - set(self.streams)
+        assert not stray, f"blocks held by unknown streams {stray}"
+
+
+class BoundedScheduler(BoundedSchedulerMixin, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler with bounded streams."""
+
+
+class BoundedAsyncScheduler(BoundedSchedulerMixin, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler with bounded streams."""
+
+
+def _cap_hashing(request: Request, num_blocks: int) -> None:
+    """Hash the stream's first `num_blocks` blocks and no more.
+
+    What lies beyond is overwritten, so a hit there would be wrong, and hashing an endless stream
+    would never end.
+    """
+    del request.block_hashes[num_blocks:]
+    hasher: Callable[[Request], list[Any]] | None = request._block_hasher
+    if hasher is None:
+        return
+
+    def capped(request: Request) -> list[Any]:
+        missing = num_blocks - len(request.block_hashes)
+        return hasher(request)[:missing] if missing > 0 else []
+
+    request._block_hasher = capped

@@ -1,0 +1,84 @@
+"""The worker: loads the model with the bounded backend and tells vLLM's runner what it must not
+do itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.worker.block_table import SlotMappingMode
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_bounded_kv.engine import compat
+from vllm_bounded_kv.engine.backend import BoundedCPUAttentionBackend
+from vllm_bounded_kv.engine.policy import PolicyError
+from vllm_bounded_kv.engine.refusals import UnsupportedError
+from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
+
+
+class BoundedCPUWorker(CPUWorker):
+    """vLLM's CPU worker over bounded slots."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        policy = policy_of(self.vllm_config)
+        assert policy is not None
+        self.bounded_policy = policy
+        self._specs: dict[str, KVCacheSpec] = {}
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model; its attention layers pick up the bounded backend."""
+        with compat.cpu_attention_backend(BoundedCPUAttentionBackend):
+            return super().load_model(*args, **kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Every layer's spec, bounded.
+
+        Raises:
+            UnsupportedError: when a layer's cache is of a kind the plugin cannot bound.
+        """
+        BoundedCPUAttentionBackend.policy = self.bounded_policy
+        try:
+            specs = super().get_kv_cache_spec()
+        finally:
+            BoundedCPUAttentionBackend.policy = None
+        if self.model_runner.shared_kv_cache_layers:
+            raise UnsupportedError("cross-layer KV sharing", "Serve it without --kv-plugin.")
+        for name, spec in specs.items():
+            if not isinstance(spec, BoundedAttentionSpec):
+                raise UnsupportedError(
+                    f"layer {name!r}, whose cache is a {type(spec).__name__}",
+                    "Serve this model without --kv-plugin.",
+                )
+        self._specs = specs
+        return specs
+
+    def determine_available_memory(self) -> int:
+        """vLLM's figure, checked against one slot before vLLM explains the shortage in terms of
+        a model length that does not matter here."""
+        available = super().determine_available_memory()
+        specs = [s for s in self._specs.values() if isinstance(s, BoundedAttentionSpec)]
+        num_blocks = available // sum(s.page_size_bytes for s in specs)
+        needed = specs[0].slot_blocks + 1  # and vLLM's null block
+        if num_blocks < needed:
+            largest = self.bounded_policy.largest
+            raise PolicyError(
+                "sink + window",
+                largest.capacity,
+                f"needs {needed} blocks of {specs[0].block_size} entries, but the cache memory "
+                f"({available:,} bytes) holds {num_blocks}; lower --bounded-kv-window, or raise "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE on CPU)",
+            )
+        return available
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the cache and stop the V1 runner from mapping slots.
+
+        It ignores `uses_slot_mapping`, and would read a block row at `position // block_size`,
+        far beyond the row.
+        """
+        super().initialize_from_config(kv_cache_config)
+        for table in self.model_runner.input_batch.block_table.block_tables:
+            table.slot_mapping_mode = SlotMappingMode.NONE
+            table.slot_mapping.np.fill(-1)
