@@ -45,9 +45,14 @@ def _metrics() -> _Metrics:
     )
 
 
+REASONS = frozenset({"kv_source_len", "kv_sink", "kv_window"})
+OTHER_REASON = "unknown_argument"
+
+
 def create() -> None:
-    """Make the metrics exist, at zero."""
-    _metrics()
+    """Make the metrics exist, every series at zero."""
+    for reason in (*REASONS, OTHER_REASON):
+        _metrics().refusals.labels(reason)
 
 
 def update(figures: Mapping[str, Any]) -> None:
@@ -58,9 +63,6 @@ def update(figures: Mapping[str, Any]) -> None:
     metrics.ring_wraps.inc(figures["ring_wraps_unread"])
 
 
-REASONS = frozenset({"kv_source_len", "kv_sink", "kv_window"})
-
-
 def count_refusal(reason: str) -> None:
     """Count a refused request by the argument at fault; unknown ones share a label."""
-    _metrics().refusals.labels(reason if reason in REASONS else "unknown_argument").inc()
+    _metrics().refusals.labels(reason if reason in REASONS else OTHER_REASON).inc()

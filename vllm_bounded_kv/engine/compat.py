@@ -101,27 +101,52 @@ def install_engine_config(
     _wrap(EngineArgs, "create_engine_config", make)
 
 
-def install_front_end_checks(check: Callable[[Any, Any, int], None]) -> None:
-    """Patch: `InputProcessor.process_inputs`. Requests that the policy refuses must get a 400
-    before a stream starts; vLLM has no validation hook for extra arguments.
+def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> None:
+    """Patch: `InputProcessor.process_inputs` and `AsyncLLM.generate`. Requests that the policy
+    refuses must get a 400 before a stream starts; vLLM has no validation hook for extra
+    arguments, and checks a streamed request only after its status has gone out (`generate` is an
+    async generator: nothing of it runs before the first token is awaited).
 
     Args:
-        check: called with the `VllmConfig`, the params and the number of prompt tokens.
+        check: called with the `VllmConfig`, the params and the number of prompt tokens (`None`
+            where the prompt is still to come).
 
-    Remove when vLLM validates `extra_args` through a plugin hook.
+    Remove when vLLM validates `extra_args` through a plugin hook, before it streams.
     """
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_process(original: Callable[..., Any]) -> Callable[..., Any]:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            num_tokens = len(request.prompt_token_ids or ())
+            # A later piece of a streaming input repeats arguments that the first one settled.
+            num_tokens = None if request.resumable else _num_prompt_tokens(request)
             check(self.vllm_config, request.sampling_params, num_tokens)
             return request
 
         return process_inputs
 
-    _wrap(InputProcessor, "process_inputs", make)
+    def make_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+        def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+            check(self.vllm_config, sampling_params, _num_prompt_tokens(prompt))
+            return original(self, prompt, sampling_params, *args, **kwargs)
+
+        return generate
+
+    _wrap(InputProcessor, "process_inputs", make_process)
+    _wrap(AsyncLLM, "generate", make_generate)
+
+
+def _num_prompt_tokens(prompt: Any) -> int | None:
+    """Length of a rendered prompt or engine request; `None` where it is not known yet."""
+
+    def part(name: str) -> Any:
+        return prompt.get(name) if isinstance(prompt, Mapping) else getattr(prompt, name, None)
+
+    for name in ("prompt_token_ids", "prompt_embeds"):
+        if part(name) is not None:
+            return len(part(name))
+    return None
 
 
 def install_engine_core_hooks() -> None:

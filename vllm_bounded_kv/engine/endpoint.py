@@ -34,7 +34,7 @@ class BoundedKVEndpoint:
         )
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Keep the engine at hand, and check that the route is really there."""
+        """Keep the engine at hand and show the metrics, at zero, from the start."""
         state.bounded_kv_engine = engine_client
         metrics.create()
 

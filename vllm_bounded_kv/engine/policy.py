@@ -199,20 +199,23 @@ class EnginePolicy:
         """What a request that says nothing gets."""
         return self.for_request({}, num_prompt_tokens=0)
 
-    def for_request(self, args: Mapping[str, Any] | None, num_prompt_tokens: int) -> StreamPolicy:
+    def for_request(
+        self, args: Mapping[str, Any] | None, num_prompt_tokens: int | None
+    ) -> StreamPolicy:
         """The policy of one request.
 
         Args:
             args: the request's extra arguments (`vllm_xargs`); keys that do not start with
                 `kv_` belong to others and are ignored, as are vLLM's own.
-            num_prompt_tokens: tokens of its prompt, which must contain the declared source.
+            num_prompt_tokens: tokens of its prompt, which must contain the declared source;
+                `None` where that is not known yet.
 
         Raises:
             PolicyError: for unknown `kv_` keys, wrong types and values beyond the start-up limits.
         """
         values = self._checked(args or {})
         source_len = values.get("kv_source_len", 0)
-        if source_len > num_prompt_tokens:
+        if num_prompt_tokens is not None and source_len > num_prompt_tokens:
             raise PolicyError(
                 "kv_source_len",
                 source_len,

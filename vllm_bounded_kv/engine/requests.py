@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def check_request(config: VllmConfig, params: Any, num_prompt_tokens: int) -> None:
+def check_request(config: VllmConfig, params: Any, num_prompt_tokens: int | None) -> None:
     """Refuse a request that the server's policy does not allow.
 
     Args:
         config: of the engine the request goes to; a stock engine allows everything.
         params: its `SamplingParams`.
-        num_prompt_tokens: tokens of its prompt.
+        num_prompt_tokens: tokens of its prompt; `None` where that is not known yet.
 
     Raises:
         VLLMValidationError: which vLLM's server answers with HTTP 400.
