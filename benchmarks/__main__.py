@@ -48,7 +48,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--positions", type=int, nargs="+", default=[1024, 4096, 8000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--block-size", type=int, help="of the bounded engine (default: its own)")
-    parser.add_argument("--stock-block-size", type=int, help="of the stock engine (default: its own)")
+    parser.add_argument(
+        "--stock-block-size", type=int, help="of the stock engine (default: its own)"
+    )
     rows = ["itl", "prefill", "streams", "throughput"]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     return parser.parse_args(argv)
@@ -73,11 +75,11 @@ def _options(block_size: int | None) -> dict[str, Any]:
     return {} if block_size is None else {"block_size": block_size}
 
 
-def _pair(args: argparse.Namespace, policy: dict[str, int], **common: Any) -> dict[str, EngineSetup]:
+def _pair(
+    args: argparse.Namespace, policy: dict[str, int], **common: Any
+) -> dict[str, EngineSetup]:
     return {
-        STOCK: EngineSetup(
-            args.model, None, options=_options(args.stock_block_size), **common
-        ),
+        STOCK: EngineSetup(args.model, None, options=_options(args.stock_block_size), **common),
         BOUNDED: EngineSetup(args.model, policy, options=_options(args.block_size), **common),
     }
 
@@ -172,9 +174,7 @@ def _throughput_row(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of 32 clients on a pool that holds four full streams."""
     length, full, clients = 2048, 4, 32
     policy = {"sink": args.sink, "window": length * full // clients - args.sink}
-    setups = _pair(
-        args, policy, max_model_len=length, pool_bytes=_pool(args, full * length)
-    )
+    setups = _pair(args, policy, max_model_len=length, pool_bytes=_pool(args, full * length))
     task = Task(clients, 32, length - 64)
     row: dict[str, Any] = {
         "clients": clients,

@@ -133,7 +133,8 @@ def _table(telling: Telling, args: argparse.Namespace) -> None:
     tenth = max(1, len(gaps) // 10)
     block_bytes, block_size = telling.figures["block_bytes"], telling.figures["block_size"]
     end = telling.readings[-1]
-    stock_blocks = -(-end.position // block_size)
+    stock_now = -(-end.position // block_size) * block_bytes
+    stock_full = -(-args.max_model_len // block_size) * block_bytes
     rows = [("", "position", "evicted", "blocks held", "stock vLLM would hold")]
     for name, reading in zip(("start", "middle", "end"), telling.readings, strict=True):
         rows.append(
@@ -153,8 +154,8 @@ def _table(telling: Telling, args: argparse.Namespace) -> None:
         f"\nITL, first tenth       {median(gaps[:tenth]) * 1e3:8.1f} ms (median)"
         f"\nITL, last tenth        {median(gaps[-tenth:]) * 1e3:8.1f} ms (median)"
         f"\nbytes of this stream   {end.blocks * block_bytes:12,} for ever"
-        f"\nstock vLLM, by now     {stock_blocks * block_bytes:12,} and growing"
-        f"\nstock vLLM, at {args.max_model_len:>7,} {-(-args.max_model_len // block_size) * block_bytes:12,}"
+        f"\nstock vLLM, by now     {stock_now:12,} and growing"
+        f"\nstock vLLM, at {args.max_model_len:>7,} {stock_full:12,}"
     )
 
 

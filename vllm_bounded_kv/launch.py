@@ -5,6 +5,7 @@ For the demo, the benchmarks and the tests of whole servers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,7 +24,10 @@ STOP_TIMEOUT_S = 30.0
 
 
 class ServerError(RuntimeError):
-    """The server did not start, or ended on its own."""
+    """`vllm serve` did not start."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"vllm serve did not start: {message}")
 
 
 def free_port() -> int:
@@ -110,14 +114,11 @@ class VllmServer:
         if process is None:
             return
         process.send_signal(signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
-        try:  # engine processes that outlived it share its process group
+        # Engine processes that outlived it share its process group.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
         self.process = None
 
@@ -127,9 +128,13 @@ class VllmServer:
         while True:
             elapsed = time.monotonic() - start
             if self.process.poll() is not None:
-                raise ServerError(f"vllm serve ended with {self.process.returncode}:\n{self._tail()}")
+                raise ServerError(
+                    f"vllm serve ended with {self.process.returncode}:\n{self._tail()}"
+                )
             if elapsed > START_TIMEOUT_S:
-                raise ServerError(f"vllm serve is not healthy after {elapsed:.0f} s:\n{self._tail()}")
+                raise ServerError(
+                    f"vllm serve is not healthy after {elapsed:.0f} s:\n{self._tail()}"
+                )
             if self._is_healthy():
                 return
             if self.on_wait is not None:

@@ -111,9 +111,7 @@ def test_abort_in_mid_prefill_frees_the_slot(engine: Engine, oracle: OracleLlama
     expect_exact(oracle, survivor, answer, SINK, WINDOW)
 
 
-def test_a_reused_slot_shows_nothing_of_its_last_owner(
-    engine: Engine, oracle: OracleLlama
-) -> None:
+def test_a_reused_slot_shows_nothing_of_its_last_owner(engine: Engine, oracle: OracleLlama) -> None:
     for seed in range(3):
         ask = Ask(random_prompt(130 + seed, seed=seed), max_tokens=50)
         (answer,) = engine.run([ask], poison=seed > 0)

@@ -99,7 +99,9 @@ def test_control_reading_before_writing_is_noticed(
     def postpone(self: Any, *args: Any) -> None:
         postponed.append((self, *args))
 
-    def attend_then_write(self: Any, layer: Any, query: Any, key: Any, value: Any, *rest: Any) -> None:
+    def attend_then_write(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, *rest: Any
+    ) -> None:
         # A row's own new keys must be there; only those of other rows are late.
         stock(self, layer, query, key, value, *rest)
         for call in postponed:

@@ -124,9 +124,7 @@ class BoundedCPUAttentionImpl(CPUAttentionBackendImpl):
             super().forward(layer, query, key, value, kv_cache, meta.stock, output)
             return
         part = torch.empty_like(output[: len(meta.stock_tokens)])
-        super().forward(
-            layer, query[meta.stock_tokens], key, value, kv_cache, meta.stock, part
-        )
+        super().forward(layer, query[meta.stock_tokens], key, value, kv_cache, meta.stock, part)
         output[meta.stock_tokens] = part
 
     def _attend_ranged(

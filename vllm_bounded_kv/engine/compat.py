@@ -16,6 +16,8 @@ from typing import Any
 
 SUPPORTED_VLLM = "0.32"
 MARK = "_bounded_kv_patch"
+FIGURES_METHOD = "bounded_kv_figures"
+"""The engine core's utility method that hands out `EngineFigures`."""
 
 
 def check_vllm_version() -> None:
@@ -127,7 +129,9 @@ def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> N
         return process_inputs
 
     def make_generate(original: Callable[..., Any]) -> Callable[..., Any]:
-        def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        def generate(
+            self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             check(self.vllm_config, sampling_params, _num_prompt_tokens(prompt))
             return original(self, prompt, sampling_params, *args, **kwargs)
 
@@ -176,7 +180,7 @@ def install_engine_core_hooks() -> None:
         figures: dict[str, Any] = self.scheduler.bounded_kv_figures(mark_read)
         return figures
 
-    EngineCore.bounded_kv_figures = bounded_kv_figures
+    setattr(EngineCore, FIGURES_METHOD, bounded_kv_figures)
 
 
 def install_endpoint(make_plugin: Callable[[], Any]) -> None:

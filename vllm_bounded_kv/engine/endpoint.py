@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_bounded_kv import metrics
+from vllm_bounded_kv.engine.compat import FIGURES_METHOD
 from vllm_bounded_kv.engine.settings import policy_of
 
 FIGURES_TIMEOUT_S = 5.0
@@ -42,7 +43,7 @@ class BoundedKVEndpoint:
 async def fetch_figures(engine_client: Any, mark_read: bool = False) -> dict[str, Any]:
     """Ask the engine core for its figures."""
     core = engine_client.engine_core
-    figures: dict[str, Any] = await core.call_utility_async("bounded_kv_figures", mark_read)
+    figures: dict[str, Any] = await core.call_utility_async(FIGURES_METHOD, mark_read)
     return figures
 
 

@@ -74,6 +74,8 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         rewritten.slot_mapping = torch.from_numpy(plan.slot_mapping)
         stock, stock_tokens = self._stock(plan, rewritten)
         group = self.num_heads // self.num_kv_heads
+        dtype = self.vllm_config.model_config.dtype
+        assert isinstance(dtype, torch.dtype)
         has_late = len(plan.late_tokens) > 0
         return BoundedCPUMetadata(
             new_partial_blocks=(
@@ -82,7 +84,7 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=rewritten.slot_mapping,
             stock=stock,
             stock_tokens=stock_tokens,
-            ranged=[ranged.prepare(row, group, self.dtype) for row in plan.ranged],
+            ranged=[ranged.prepare(row, group, dtype) for row in plan.ranged],
             late_tokens=torch.from_numpy(plan.late_tokens) if has_late else None,
             late_slots=torch.from_numpy(plan.late_slots) if has_late else None,
             num_actual_tokens=common.num_actual_tokens,

@@ -74,6 +74,11 @@ def _require_int(field: str, value: Any, minimum: int) -> int:
     return value
 
 
+def _require_bool(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise PolicyError(field, value, "must be true or false")
+
+
 @dataclass(frozen=True)
 class EnginePolicy:
     """The server's retention policy: what `--bounded-kv-*` declares.
@@ -112,10 +117,7 @@ class EnginePolicy:
             raise PolicyError(
                 "positions", self.positions, f"must be one of {', '.join(POSITION_MODES)}"
             )
-        if not isinstance(self.window_includes_step, bool):
-            raise PolicyError(
-                "window_includes_step", self.window_includes_step, "must be true or false"
-            )
+        _require_bool("window_includes_step", self.window_includes_step)
         if self.retention is not None and self.window is not None:
             raise PolicyError(
                 "window", self.window, "is decided by retention; give one or the other"
@@ -257,7 +259,7 @@ def _load_function(path: str | None) -> Callable[[int], SinkWindow]:
         raise PolicyError("retention", path, "must be written module:function")
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, TypeError) as error:
         raise PolicyError("retention", path, f"cannot be imported: {error}") from error
     if not callable(function):
         raise PolicyError("retention", path, "is not callable")
@@ -269,4 +271,5 @@ def _stream_policy_of(policy: Any, field: str) -> StreamPolicy:
         raise PolicyError(field, policy, "must return a SinkWindow")
     _require_int(f"{field}.sink", policy.sink, 0)
     _require_int(f"{field}.window", policy.window, 1)
+    _require_bool(f"{field}.window_includes_step", policy.window_includes_step)
     return StreamPolicy(policy.sink, ring_capacity(policy.window, policy.window_includes_step))

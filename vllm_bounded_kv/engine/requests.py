@@ -32,6 +32,4 @@ def check_request(config: VllmConfig, params: Any, num_prompt_tokens: int | None
         from vllm.exceptions import VLLMValidationError
 
         metrics.count_refusal(error.field)
-        raise VLLMValidationError(
-            str(error), parameter=error.field, value=error.value
-        ) from error
+        raise VLLMValidationError(str(error), parameter=error.field, value=error.value) from error

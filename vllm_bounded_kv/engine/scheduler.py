@@ -61,10 +61,8 @@ class BoundedSchedulerMixin:
             self.max_num_active_reqs = min(self.max_num_active_reqs, wanted)  # type: ignore[has-type]
         self.num_slots = min(self.max_num_active_reqs, pool_slots)
         self.slot_blocks = spec.slot_blocks
-        num_layers = sum(
-            len(group.layer_names)
-            for group in self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
-        )
+        (group,) = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        num_layers = len(group.layer_names)
         self.block_bytes = spec.page_size_bytes * num_layers
         largest = self.bounded_policy.largest
         immutable = largest.num_immutable_blocks(spec.block_size)

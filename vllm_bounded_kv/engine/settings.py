@@ -43,9 +43,7 @@ def is_enabled(additional_config: Any) -> bool:
                 )
         return False
     if name not in KNOWN_PLUGINS:
-        raise PolicyError(
-            "--kv-plugin", name, f"unknown plugin; known: {', '.join(KNOWN_PLUGINS)}"
-        )
+        raise PolicyError("--kv-plugin", name, f"unknown plugin; known: {', '.join(KNOWN_PLUGINS)}")
     return True
 
 

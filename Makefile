@@ -1,0 +1,42 @@
+# `make demo` and `make test` are all a newcomer needs; both install into .venv first, once.
+DEVICE ?= cpu
+export DEVICE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup:  ## Create .venv and install (DEVICE=cpu or cuda)
+	@scripts/setup $(DEVICE)
+
+demo: setup  ## Watch one answer outgrow its cache
+	@.venv/bin/python -m vllm_bounded_kv.demo $(ARGS)
+
+serve: setup  ## Serve with a bounded cache (MODEL, HOST, PORT, ARGS)
+	@scripts/serve
+
+test: setup  ## Run all tests
+	@scripts/test
+
+test-unit: setup  ## Seconds: pure arithmetic, configuration, vLLM's scheduler without a worker
+	@scripts/test unit
+
+test-parity: setup  ## Attention against a float64 list of everything
+	@scripts/test parity
+
+test-engine: setup  ## Real engines in process, against a float64 model
+	@scripts/test engine
+
+test-http: setup  ## Real servers over HTTP
+	@scripts/test http
+
+check: setup  ## Lint, format, types, import contracts
+	@scripts/check
+
+bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
+	@.venv/bin/python -m benchmarks $(ARGS)
+
+clean:  ## Remove .venv and caches (not the default model in the user's cache)
+	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -1,0 +1,111 @@
+"""The tiny model's folder, vLLM configs of it, and the plugin registered for one test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_llama import cached_tiny_llama
+
+MISSING = object()
+
+
+def targets() -> list[tuple[Any, str]]:
+    """Every global that registration, or a bounded engine in this process, mutates."""
+    import vllm.plugins
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return [
+        (EngineArgs, "add_cli_args"),
+        (EngineArgs, "create_engine_config"),
+        (InputProcessor, "process_inputs"),
+        (AsyncLLM, "generate"),
+        (EngineCore, "preprocess_add_request"),
+        (EngineCore, "bounded_kv_figures"),
+        (vllm.plugins, "load_endpoint_plugins"),
+    ]
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Put back what the block changes."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()  # so that a later test does not count on a load that is undone here
+    before = [(owner, name, vars(owner).get(name, MISSING)) for owner, name in targets()]
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is not MISSING:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+def as_shipped(descriptor: Any) -> Any:
+    """What vLLM itself defines, with every wrapper taken off."""
+    is_static = isinstance(descriptor, staticmethod)
+    function = descriptor.__func__ if is_static else descriptor
+    while hasattr(function, "__wrapped__") and hasattr(function, "_bounded_kv_patch"):
+        function = function.__wrapped__
+    return staticmethod(function) if is_static else function
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def stock_vllm() -> Iterator[None]:
+    """vLLM as it ships, whatever this process has registered before."""
+    with restored():
+        for owner, name in targets():
+            if name == "bounded_kv_figures":
+                if name in vars(owner):
+                    delattr(owner, name)
+            else:
+                setattr(owner, name, as_shipped(vars(owner)[name]))
+        yield
+
+
+@pytest.fixture
+def plugin(stock_vllm: None) -> None:
+    """The plugin registered, as its entry point does it in every process."""
+    from vllm_bounded_kv.engine.plugin import register
+
+    register()
+
+
+MakeArgs = Callable[..., Any]
+
+
+@pytest.fixture
+def engine_args(tiny_model: Path) -> MakeArgs:
+    """Makes `EngineArgs` of the tiny model; `bounded=None` leaves the plugin out."""
+
+    def make(bounded: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        from vllm.engine.arg_utils import EngineArgs
+
+        settings: dict[str, Any] = {
+            "model": str(tiny_model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 16,
+            "kv_cache_memory_bytes": 64 << 20,
+            **kwargs,
+        }
+        if bounded is not None:
+            settings["additional_config"] = {"kv_plugin": "bounded", "bounded_kv": bounded}
+        return EngineArgs(**settings)
+
+    return make
