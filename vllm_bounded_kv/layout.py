@@ -26,11 +26,16 @@ class Retention(Protocol):
     """The fields of a sink-and-window policy that the arithmetic uses; all in entries."""
 
     @property
-    def sink(self) -> int: ...
+    def sink(self) -> int:
+        """Entries kept from the start of the stream."""
+
     @property
-    def window(self) -> int: ...
+    def window(self) -> int:
+        """Most recent entries kept."""
+
     @property
-    def window_includes_step(self) -> bool: ...
+    def window_includes_step(self) -> bool:
+        """Whether the window counts the step's own entries."""
 
 
 class Read(NamedTuple):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.engine import Engine
 from support.oracle_llama import OracleLlama
 from support.tiny_llama import cached_tiny_llama

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from engine.conftest import SINK, WINDOW
 from support.engine import LOGPROB_TOL, Ask, Engine, expect_exact
 from support.oracle_llama import OracleLlama, bounded_mask, check_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from engine.conftest import MAX_SOURCE, WINDOW
 from support.engine import LOGPROB_TOL, Ask, Engine, expect_exact
 from support.oracle_llama import OracleLlama, bounded_mask, check_tokens
