@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from support.slot_pool import Pool, Setup
 from torch import Tensor
 
+from support.slot_pool import Pool, Setup
 from vllm_bounded_kv.attention.reference import attend
 from vllm_bounded_kv.config import SinkWindow
 from vllm_bounded_kv.layout import PADDING_ROW, plan_row

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.tiny_llama import cached_tiny_llama
 
 MISSING = object()

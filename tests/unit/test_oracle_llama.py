@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LlamaForCausalLM
+
 from support.oracle_llama import (
     NEAR_TIE,
     MaskFn,
@@ -27,8 +30,6 @@ from support.tiny_llama import (
     random_prompt,
     write_tiny_llama,
 )
-from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
 
 # transformers rounds rotary angles to float32 whatever the dtype: by default the oracle does not.
 # Its norms, cosines and softmax are float32 too: the second tolerance leaves room for those.

@@ -207,7 +207,7 @@ def check_ranged_row(batch: Batch, plan: StepPlan, cache: Cache, index: int, num
         seen = [
             entry
             for entry, key in zip(entries, positions, strict=True)
-            if 0 <= query - key and (query - key < row.ring or key < row.sink)
+            if query - key >= 0 and (query - key < row.ring or key < row.sink)
         ]
         assert sorted(seen) == expected_keys(batch, index, query)
 

@@ -78,16 +78,18 @@ def test_equals_masked_attention(
     assert float((output.double() - expected).abs().max()) < TOLERANCE
 
 
-def test_the_tiles_are_cut_and_see_only_what_their_queries_do() -> None:
+@pytest.mark.parametrize(
+    ("ring", "sizes"),
+    [(50, [128] * 7 + [104]), (400, [200] * 5), (1000, [500] * 2), (4000, [512, 488])],
+)
+def test_the_tiles_are_cut_and_see_only_what_their_queries_do(ring: int, sizes: list[int]) -> None:
     """A long prefill costs what its window costs, not its square."""
-    row = a_row(5, 50, 4000, 1000)
-    tiles = ranged.prepare(row, 3, torch.float32).tiles
-    assert [tile.queries.stop - tile.queries.start for tile in tiles] == [128] * 7 + [104]
-    for tile in tiles:
-        size = tile.queries.stop - tile.queries.start
+    tiles = ranged.prepare(a_row(5, ring, 5000, 1000), 3, torch.float32).tiles
+    assert [tile.queries.stop - tile.queries.start for tile in tiles] == sizes
+    for tile, size in zip(tiles, sizes, strict=True):
         assert tile.sink == 5
-        assert tile.window.stop - tile.window.start == size + 49
-        assert tile.mask.shape == (3 * size, 5 + size + 49)
+        assert tile.window.stop - tile.window.start == size + ring - 1
+        assert tile.mask.shape == (3 * size, 5 + size + ring - 1)
 
 
 def test_a_ring_of_one_returns_the_tokens_own_value() -> None:

@@ -9,6 +9,9 @@ from vllm_bounded_kv.engine import compat
 from vllm_bounded_kv.engine.policy import POSITION_MODES, EnginePolicy
 from vllm_bounded_kv.engine.settings import FILE_KEY, KNOWN_PLUGINS, PLUGIN_KEY, POLICY_KEY
 
+FLAGS_DEST = "bounded_kv_flags"
+"""What the flags alone have written, beside vLLM's `additional_config`."""
+
 
 class _WriteConfig(argparse.Action):
     """Store the value at `path` within `namespace.additional_config`."""
@@ -20,14 +23,11 @@ class _WriteConfig(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
-        config = dict(getattr(namespace, "additional_config", None) or {})
-        *parents, key = self.path
-        target = config
-        for parent in parents:
-            target[parent] = dict(target.get(parent) or {})
-            target = target[parent]
-        target[key] = values
-        namespace.additional_config = config
+        for parent in reversed(self.path):
+            values = {parent: values}
+        for dest in (FLAGS_DEST, "additional_config"):
+            written = getattr(namespace, dest, None) or {}
+            setattr(namespace, dest, compat.merged(written, values))
 
 
 def add_flags(parser: Any) -> None:
@@ -89,4 +89,4 @@ def add_flags(parser: Any) -> None:
         choices=POSITION_MODES,
         help=f"How rotary positions follow the stream (default: {defaults.positions}).",
     )
-    compat.merge_additional_config(parser)
+    compat.merge_additional_config(parser, FLAGS_DEST)

@@ -233,8 +233,15 @@ def cpu_attention_backend(backend: type) -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
-def merge_additional_config(parser: Any) -> None:
-    """Make `--additional-config` add to what the plugin's flags have written, in any order.
+def merge_additional_config(parser: Any, flags_dest: str) -> None:
+    """Keep what the plugin's flags have written when `--additional-config` comes after them.
+
+    Without this the later of the two would replace the other. Where both set the same thing the
+    flag wins, in any order.
+
+    Args:
+        parser: vLLM's, with its own arguments in it.
+        flags_dest: where in the namespace the flags keep a copy of what they wrote.
 
     Remove together with `install_cli`.
     """
@@ -244,10 +251,21 @@ def merge_additional_config(parser: Any) -> None:
 
             class Merging(action_type):  # type: ignore[valid-type,misc]
                 def __call__(self, parser: Any, namespace: Any, values: Any, *rest: Any) -> None:
-                    written = getattr(namespace, self.dest, None) or {}
-                    if isinstance(values, Mapping) and isinstance(written, Mapping):
-                        values = {**written, **values}
-                    setattr(namespace, self.dest, values)
+                    super().__call__(parser, namespace, values, *rest)
+                    flags = getattr(namespace, flags_dest, None)
+                    written = getattr(namespace, self.dest)
+                    if flags and isinstance(written, Mapping):
+                        setattr(namespace, self.dest, merged(written, flags))
 
             action.__class__ = Merging
             setattr(action, MARK, True)
+
+
+def merged(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` with `flags` put in, mapping by mapping."""
+    result = dict(config)
+    for key, value in flags.items():
+        inner = result.get(key)
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(inner, value) if both else value
+    return result

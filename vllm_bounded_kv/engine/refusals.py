@@ -62,6 +62,16 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
             "Use 1.",
         ),
         (
+            parallel.data_parallel_size > 1,
+            f"--data-parallel-size {parallel.data_parallel_size} yet",
+            "Run one server a replica.",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} yet",
+            "Use --tensor-parallel-size.",
+        ),
+        (
             cache.kv_sharing_fast_prefill,
             "cross-layer KV sharing (--kv-sharing-fast-prefill)",
             "Remove the flag.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,13 +80,15 @@ def policy_of(vllm_config: VllmConfig) -> EnginePolicy | None:
     return EnginePolicy.from_mapping(additional[POLICY_KEY])
 
 
-def _read_file(path: str | None) -> Any:
+def _read_file(path: Any) -> Any:
     if not path:
         return None
     field = "--bounded-kv-config"
+    if not isinstance(path, str | PathLike):
+        raise PolicyError(field, path, "must be a path")
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-        values = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        values = json.loads(text) if str(path).endswith(".json") else yaml.safe_load(text)
     except OSError as error:
         raise PolicyError(field, path, f"cannot be read: {error.strerror}") from error
     except (ValueError, yaml.YAMLError) as error:
