@@ -93,8 +93,9 @@ def _stream(url: str, max_tokens: int) -> Telling:
         model=SERVED_NAME,
         messages=[{"role": "user", "content": QUESTION}],
         max_tokens=max_tokens,
-        temperature=0.8,
-        seed=7,
+        temperature=1.0,
+        top_p=0.9,
+        seed=1,
         stream=True,
         extra_body={"ignore_eos": True},
     )
@@ -147,7 +148,7 @@ def _table(telling: Telling, args: argparse.Namespace) -> None:
             )
         )
     for row in rows:
-        print("".join(f"{cell:>{10 if i == 0 else 14}}" for i, cell in enumerate(row)))
+        print("{:>8}{:>12}{:>12}{:>14}{:>24}".format(*row))
     print(
         f"\n{len(telling.times):,} tokens through a cache of {args.sink} + {args.window} entries"
         f"\ntime to first token    {telling.first_token_s * 1e3:8.0f} ms"
@@ -155,7 +156,7 @@ def _table(telling: Telling, args: argparse.Namespace) -> None:
         f"\nITL, last tenth        {median(gaps[-tenth:]) * 1e3:8.1f} ms (median)"
         f"\nbytes of this stream   {end.blocks * block_bytes:12,} for ever"
         f"\nstock vLLM, by now     {stock_now:12,} and growing"
-        f"\nstock vLLM, at {args.max_model_len:>7,} {stock_full:12,}"
+        f"\nstock vLLM, at {args.max_model_len:<7,}{stock_full:12,}"
     )
 
 
