@@ -132,7 +132,8 @@ def batches(draw: st.DrawFn) -> Batch:
         if rng.random() < 0.1:
             rows.append(Row())
             continue
-        sink, ring = rng.choice([0, 1, 4, rng.randint(0, 10)]), rng.choice([1, 2, rng.randint(1, 9)])
+        sink = rng.choice([0, 1, 4, rng.randint(0, 10)])
+        ring = rng.choice([1, 2, rng.randint(1, 9)])
         capacity = sink + ring
         border = rng.choice([0, sink, capacity, rng.randint(0, 4 * capacity)])
         before = max(0, border + rng.randint(-1, 1))

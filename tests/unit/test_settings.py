@@ -120,9 +120,9 @@ def test_the_settled_policy_is_what_every_process_reads() -> None:
 
 @pytest.mark.parametrize("value", [[1], "sink=4", 5])
 def test_settings_that_are_no_mapping_are_refused(value: Any) -> None:
-    with pytest.raises(PolicyError, match="bounded_kv=.*must be a mapping"):
+    with pytest.raises(PolicyError, match=r"bounded_kv=.*must be a mapping"):
         settle(asked(bounded_kv=value), engine())
-    with pytest.raises(PolicyError, match="bounded_kv=.*must be a mapping"):
+    with pytest.raises(PolicyError, match=r"bounded_kv=.*must be a mapping"):
         settle(asked(), engine(model_policy=value))
 
 

@@ -266,6 +266,7 @@ def merged(config: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any
     result = dict(config)
     for key, value in flags.items():
         inner = result.get(key)
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(inner, value) if both else value
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = merged(inner, value)
+        result[key] = value
     return result

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from vllm_bounded_kv.engine.plan import RangedRow
 
 TILE = 128
-"""Queries a tile. Of 64 to 512, the best or near it for windows of 252 to 2,044 (2,048 queries, head
-size 64): larger ones read keys that most of their queries do not see."""
+"""Queries a tile. Of 64 to 512, the best or near it for windows of 252 to 2,044 (2,048 queries,
+head size 64): larger ones read keys that most of their queries do not see."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,62 @@
+"""The tiny model behind one `vllm serve --kv-plugin bounded` that most of this tier shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.oracle_llama import OracleLlama
+from support.server import serving, tiny_server_flags, wait_until_idle
+from support.tiny_llama import cached_tiny_llama
+from vllm_bounded_kv.launch import VllmServer
+
+SINK, WINDOW, MAX_SOURCE = 5, 96, 96
+SLOTS = 4
+POOL_BLOCKS = 39
+"""Room for six slots of the largest size, six blocks each, and three blocks: `SLOTS` is less."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def logging_servers() -> Iterator[None]:
+    """The servers print their start-up line; the tests' own setting would hide it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+        patch.delenv("VLLM_PLUGINS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> OracleLlama:
+    return OracleLlama.from_folder(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tiny_model: Path) -> Iterator[VllmServer]:
+    flags = [
+        *tiny_server_flags(POOL_BLOCKS),
+        *("--kv-plugin", "bounded", "--bounded-kv-positions", "absolute"),
+        *("--bounded-kv-sink", str(SINK), "--bounded-kv-window", str(WINDOW)),
+        *("--bounded-kv-max-source-len", str(MAX_SOURCE), "--bounded-kv-max-slots", str(SLOTS)),
+        *("--max-num-seqs", "8", "--api-server-count", "1", "--enable-prompt-tokens-details"),
+    ]
+    with serving(tiny_model, flags) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: VllmServer) -> Iterator[VllmServer]:
+    """The shared server; afterwards every block is back, and it is still alive."""
+    yield shared_server
+    wait_until_idle(shared_server.url)
+
+
+@pytest.fixture
+def url(server: VllmServer) -> str:
+    return server.url
