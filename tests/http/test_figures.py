@@ -116,7 +116,7 @@ def test_metrics_are_prometheus_text(url: str) -> None:
 
 def test_a_stream_from_its_start_to_its_end(url: str) -> None:
     """Its position climbs, what it holds does not; every entry is retained or evicted."""
-    prompt_len, max_tokens = 50, 8 * WINDOW
+    prompt_len, max_tokens = 50, 60 * WINDOW
     wraps = figures(url)["ring_wraps"]
     ask = Ask(random_prompt(prompt_len, seed=4), max_tokens)
     readings: list[dict[str, Any]] = []

@@ -39,7 +39,7 @@ class BoundedSchedulerMixin:
         assert isinstance(manager, BoundedBlockManager)
         manager.streams = self.streams
         self.bounded_manager = manager
-        self._wraps_of_finished = 0
+        self._wraps_of_released = 0
         self._wraps_read = 0
         self._set_slots()
 
@@ -102,7 +102,13 @@ class BoundedSchedulerMixin:
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)  # type: ignore[misc]
         policy = self.streams.pop(request.request_id)
-        self._wraps_of_finished += policy.num_wraps(request.num_computed_tokens)
+        self._wraps_of_released += policy.num_wraps(request.num_computed_tokens)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Its ring will start over again from the first entry; what it has done still counts."""
+        policy = self.streams[request.request_id]
+        self._wraps_of_released += policy.num_wraps(request.num_computed_tokens)
+        super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
     def bounded_kv_figures(self, mark_read: bool = False) -> dict[str, Any]:
         """The cache as it stands, as plain values.
@@ -137,7 +143,7 @@ class BoundedSchedulerMixin:
                     window=policy.ring,
                 )
             )
-        wraps = self._wraps_of_finished + sum(
+        wraps = self._wraps_of_released + sum(
             self.streams[s.request_id].num_wraps(s.position) for s in streams
         )
         unread = wraps - self._wraps_read
