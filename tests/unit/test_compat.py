@@ -1,0 +1,234 @@
+"""Patches of vLLM: applied once, hand through, and fail by name where vLLM has moved on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_bounded_kv.engine import compat
+
+
+def ignore(*args: Any) -> None:
+    """A callback that does nothing."""
+
+
+INSTALL: list[tuple[Callable[[], None], list[str]]] = [
+    (lambda: compat.install_cli(ignore), ["EngineArgs.add_cli_args"]),
+    (
+        lambda: compat.install_engine_config(lambda args: ignore, ignore),
+        ["EngineArgs.create_engine_config"],
+    ),
+    (
+        lambda: compat.install_front_end_checks(ignore),
+        ["InputProcessor.process_inputs", "AsyncLLM.generate"],
+    ),
+    (compat.install_engine_core_hooks, ["EngineCore.preprocess_add_request"]),
+    (lambda: compat.install_endpoint(ignore), ["vllm.plugins.load_endpoint_plugins"]),
+]
+PATCHED = [target for _, targets in INSTALL for target in targets]
+
+
+def owner_of(target: str) -> Any:
+    import vllm.plugins
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    owners = {owner.__name__: owner for owner in (EngineArgs, AsyncLLM, EngineCore, InputProcessor)}
+    return {**owners, "vllm.plugins": vllm.plugins}[target.rpartition(".")[0]]
+
+
+def descriptor(target: str) -> Any:
+    return vars(owner_of(target))[target.rpartition(".")[2]]
+
+
+def function(target: str) -> Any:
+    found = descriptor(target)
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+@pytest.mark.parametrize(("install", "targets"), INSTALL, ids=[t[0] for _, t in INSTALL])
+def test_installing_twice_patches_once(
+    stock_vllm: None, install: Callable[[], None], targets: list[str]
+) -> None:
+    others = {target: descriptor(target) for target in PATCHED if target not in targets}
+    originals = {target: descriptor(target) for target in targets}
+    stock = [function(target) for target in targets]
+    install()
+    once = [descriptor(target) for target in targets]
+    for target, original, patched in zip(targets, stock, once, strict=True):
+        assert patched is not original
+        assert type(patched) is type(originals[target])
+        assert function(target).__wrapped__ is original
+        assert (function(target).__name__, function(target).__doc__) == (
+            original.__name__,
+            original.__doc__,
+        )
+    install()
+    assert [descriptor(target) for target in targets] == once
+    assert {target: descriptor(target) for target in others} == others
+
+
+def test_registering_any_number_of_times(stock_vllm: None) -> None:
+    from vllm_bounded_kv.engine.plugin import register
+
+    always_on = ("EngineArgs.add_cli_args", "EngineArgs.create_engine_config")
+    stock = {target: function(target) for target in PATCHED}
+    for _ in range(3):
+        register()
+        for target in PATCHED:
+            patched = function(target)
+            expected = patched.__wrapped__ if target in always_on else patched
+            assert expected is stock[target]
+
+
+def test_a_patch_below_somebody_elses_wrapper_is_not_repeated(stock_vllm: None) -> None:
+    import functools
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    def install() -> None:
+        compat.install_engine_config(lambda args: ignore, ignore)
+
+    install()
+    ours = EngineArgs.create_engine_config
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    EngineArgs.create_engine_config = theirs
+    install()
+    assert EngineArgs.create_engine_config is theirs
+
+
+@pytest.mark.parametrize(
+    ("install", "target"),
+    [(install, t) for install, targets in INSTALL for t in targets],
+    ids=PATCHED,
+)
+def test_a_target_that_vllm_no_longer_has_is_named(
+    stock_vllm: None, install: Callable[[], None], target: str
+) -> None:
+    delattr(owner_of(target), target.rpartition(".")[2])
+    message = f"vLLM no longer has {target}; this release of vllm-bounded-kv cannot work with it"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        install()
+
+
+# --- what the patches around the config do
+
+
+def test_the_config_is_only_touched_when_the_plugin_is_asked_for(stock_vllm: None) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    calls: list[Any] = []
+
+    class Args(EngineArgs):
+        def __init__(self, additional_config: dict[str, Any], fails: bool = False) -> None:
+            self.additional_config = additional_config
+            self.fails = fails
+
+    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(("made", args, kwargs))
+        if self.fails:
+            raise OSError("no such model")
+        return "config"
+
+    def before(args: Any) -> Callable[[], None]:
+        calls.append("before")
+        return lambda: calls.append("undone")
+
+    EngineArgs.create_engine_config = original
+    compat.install_engine_config(before, lambda config: calls.append(("after", config)))
+
+    assert Args({}).create_engine_config(1, headless=True) == "config"
+    assert calls == [("made", (1,), {"headless": True})]
+
+    calls.clear()
+    bounded = {"kv_plugin": "bounded"}
+    assert Args(bounded).create_engine_config(1, headless=True) == "config"
+    assert calls == ["before", ("made", (1,), {"headless": True}), "undone", ("after", "config")]
+
+    calls.clear()
+    with pytest.raises(OSError, match="no such model"):
+        Args(bounded, fails=True).create_engine_config()
+    assert calls == ["before", ("made", (), {}), "undone"]
+
+
+# --- versions
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.320.0", "0.32", "1.32.0", "dev"])
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    message = (
+        f"--kv-plugin bounded supports vLLM 0.32.x, but vLLM {version} is installed; "
+        "install vllm==0.32.0, or serve without --kv-plugin"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        compat.check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.1", "0.32.1.post1"])
+def test_a_patch_release_is_accepted(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    compat.check_vllm_version()
+
+
+def test_the_installed_vllm_is_accepted() -> None:
+    compat.check_vllm_version()
+
+
+def test_only_a_bounded_engine_asks_for_the_version(
+    plugin: None, engine_args: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    assert engine_args(max_model_len=512).create_engine_config().model_config.max_model_len == 512
+    with pytest.raises(RuntimeError, match=r"supports vLLM 0\.32\.x, but vLLM 0\.33\.0"):
+        engine_args({}).create_engine_config()
+
+
+# --- the CPU backend, while a model loads
+
+
+class Backend:
+    """Stands in for the bounded backend."""
+
+
+class Theirs:
+    """An override of somebody else's."""
+
+
+@pytest.mark.parametrize("previous", [None, f"{__name__}.Theirs"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_cpu_backend_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, previous: str | None, fails: bool
+) -> None:
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+
+    cpu = AttentionBackendEnum.CPU_ATTN
+    monkeypatch.delitem(_ATTN_OVERRIDES, cpu, raising=False)
+    if previous is not None:
+        monkeypatch.setitem(_ATTN_OVERRIDES, cpu, previous)
+    before = dict(_ATTN_OVERRIDES)
+    path_before = cpu.get_path()
+    clears: list[str] = []
+    cached = SimpleNamespace(cache_clear=lambda: clears.append(cpu.get_path()))
+    monkeypatch.setattr(selector, "_cached_get_attn_backend", cached)
+    try:
+        with compat.cpu_attention_backend(Backend):
+            assert cpu.get_path() == f"{__name__}.Backend"
+            assert clears == [f"{__name__}.Backend"]
+            if fails:
+                raise OSError("weights cut short")
+    except OSError:
+        assert fails
+    assert (_ATTN_OVERRIDES, cpu.get_path()) == (before, path_before)
+    assert clears == [f"{__name__}.Backend", path_before]
