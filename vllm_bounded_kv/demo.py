@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     flags = [
         *("--served-model-name", SERVED_NAME, "--kv-plugin", "bounded"),
         *("--bounded-kv-sink", str(args.sink), "--bounded-kv-window", str(args.window)),
-        *("--dtype", args.dtype, "--max-num-seqs", "8"),
+        *("--dtype", args.dtype, "--max-num-seqs", "8", "--enforce-eager"),  # starts sooner
         *("--max-model-len", str(args.max_model_len)),
     ]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -93,11 +93,11 @@ def _stream(url: str, max_tokens: int) -> Telling:
         model=SERVED_NAME,
         messages=[{"role": "user", "content": QUESTION}],
         max_tokens=max_tokens,
-        temperature=1.0,
-        top_p=0.9,
+        temperature=0.7,
         seed=1,
         stream=True,
-        extra_body={"ignore_eos": True},
+        # A model this small repeats itself soon, with or without a bound.
+        extra_body={"ignore_eos": True, "min_p": 0.05, "repetition_penalty": 1.1},
     )
     read_at = {1, max_tokens // 2, max_tokens - 8}
     for chunk in stream:
