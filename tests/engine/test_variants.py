@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,10 @@ def asks_around(sink: int, window: int, **kwargs: Any) -> list[Ask]:
     return [Ask(random_prompt(n, seed=n), max_tokens=60, **kwargs) for n in lengths]
 
 
+@pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None,
+    reason="torch.compile needs a C++ compiler",
+)
 def test_compiled(tiny_model: Path, oracle: OracleLlama) -> None:
     with an_engine(tiny_model, {"sink": 3, "window": 61}, enforce_eager=False) as engine:
         for chunk in (None, 40):
