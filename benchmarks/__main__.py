@@ -11,17 +11,17 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.engines import BenchEngine, EngineSetup, Measured, Task, engines
+from benchmarks.engines import BenchEngine, EngineSetup, Task, engines
 from vllm_bounded_kv.default_model import ensure_default_model
 
 STOCK, BOUNDED = "stock", "bounded"
-DECODE_TOKENS = 48
+TURNS, TURN_TOKENS = 8, 8
+"""Decoding alternates between the engines this often, this many tokens at a time."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sink", type=int, default=4)
     parser.add_argument("--window", type=int, default=1020)
     parser.add_argument("--positions", type=int, nargs="+", default=[1024, 4096, 8000])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--block-size", type=int, help="of the bounded engine (default: its own)")
     parser.add_argument(
         "--stock-block-size", type=int, help="of the stock engine (default: its own)"
@@ -85,16 +85,27 @@ def _pair(
 
 
 def _in_turns(
-    built: dict[str, BenchEngine], task: Task, repeats: int, label: str
-) -> dict[str, list[Measured]]:
-    """The task on every engine alternately, after one unmeasured round."""
-    measured: dict[str, list[Measured]] = {name: [] for name in built}
-    for i in tqdm(range(repeats + 1), desc=label, file=sys.stderr):
-        for name, engine in built.items():
-            run = engine.run(Task(task.num_requests, task.prompt_len, task.max_tokens, seed=i))
-            if i > 0:
-                measured[name].append(run)
-    return measured
+    built: dict[str, BenchEngine], position: int, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds to the first token and ms a token up to `position`, on both engines alternately.
+
+    Machines are noisy for seconds at a time, so decoding alternates every few tokens. The first
+    round is not measured.
+    """
+    prefill: dict[str, list[float]] = {name: [] for name in built}
+    itl: dict[str, list[float]] = {name: [] for name in built}
+    for i in tqdm(range(repeats + 1), desc=f"position {position}", file=sys.stderr):
+        task = Task(1, position - TURNS * TURN_TOKENS, TURNS * TURN_TOKENS + 1, seed=i)
+        order = list(built.items())[:: 1 if i % 2 else -1]  # nobody always goes first
+        for name, engine in order:
+            prefill[name].append(engine.begin(task))
+        for _ in range(TURNS):
+            for name, engine in order:
+                itl[name].append(median(engine.go_on(TURN_TOKENS).step_s) * 1e3)
+    return (
+        {name: values[1:] for name, values in prefill.items()},
+        {name: values[TURNS:] for name, values in itl.items()},
+    )
 
 
 def _ratio(measured: dict[str, list[float]], digits: int = 3) -> dict[str, Any]:
@@ -103,12 +114,8 @@ def _ratio(measured: dict[str, list[float]], digits: int = 3) -> dict[str, Any]:
     return {
         **{name: round(median(values), digits) for name, values in measured.items()},
         "ratio": round(median(ratios), 3),
-        "ratio_spread": [round(min(ratios), 3), round(max(ratios), 3)],
+        "ratio_quartiles": [round(q, 3) for q in quantiles(ratios, n=4)[::2]],
     }
-
-
-def _itl_ms(runs: Iterable[Measured]) -> list[float]:
-    return [median(run.step_s) * 1e3 for run in runs]
 
 
 def _latency_rows(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,10 +131,7 @@ def _latency_rows(args: argparse.Namespace) -> dict[str, Any]:
     )
     with engines(setups) as built:
         for position in args.positions:
-            task = Task(1, position - DECODE_TOKENS, DECODE_TOKENS)
-            measured = _in_turns(built, task, args.repeats, f"position {position}")
-            itl = {name: _itl_ms(runs) for name, runs in measured.items()}
-            prefill = {name: [r.first_token_s for r in runs] for name, runs in measured.items()}
+            prefill, itl = _in_turns(built, position, args.repeats)
             rows["itl_ms"][position] = _ratio(itl)
             rows["prefill_s"][position] = _ratio(prefill)
             for name in ("itl_ms", "prefill_s"):
@@ -164,7 +168,8 @@ def _streams_row(args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {"length": length, "pool_tokens": full * length}
     with engines(setups) as built:
         for name, engine in tqdm(built.items(), desc="streams", file=sys.stderr):
-            row[name] = engine.run(task).peak_running
+            engine.begin(task)
+            row[name] = engine.go_on().peak_running
     row["by_arithmetic"] = full * length // (args.sink + args.window)
     print(f"streams of {length}: {row}", flush=True)
     return row
@@ -172,7 +177,7 @@ def _streams_row(args: argparse.Namespace) -> dict[str, Any]:
 
 def _throughput_row(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of 32 clients on a pool that holds four full streams."""
-    length, full, clients = 2048, 4, 32
+    length, full, clients = 1024, 4, 32
     policy = {"sink": args.sink, "window": length * full // clients - args.sink}
     setups = _pair(args, policy, max_model_len=length, pool_bytes=_pool(args, full * length))
     task = Task(clients, 32, length - 64)
@@ -184,7 +189,8 @@ def _throughput_row(args: argparse.Namespace) -> dict[str, Any]:
     }
     with engines(setups) as built:
         for name, engine in tqdm(built.items(), desc="throughput", file=sys.stderr):
-            run = engine.run(task)
+            engine.begin(task)
+            run = engine.go_on()
             row[name] = round(run.num_tokens / run.seconds, 1)
             row[f"{name}_preemptions"] = run.num_preemptions
     row["ratio"] = round(row[BOUNDED] / row[STOCK], 2)

@@ -41,15 +41,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one engine did with one task."""
+    """What one engine has done with a task so far."""
 
     seconds: float
-    first_token_s: float
-    """From the start to the first token of the first request to produce one."""
+    """Since the task began."""
     step_s: list[float]
-    """Duration of each engine step after that."""
+    """Duration of each engine step since the last measurement."""
     num_tokens: int
-    """Generated in all."""
+    """Generated in all by requests that have ended."""
     peak_running: int
     """Most requests that had all their tokens in the cache at once."""
     num_preemptions: int
@@ -69,9 +68,15 @@ class BenchEngine:
         """Block until the engine is built."""
         self._receive()
 
-    def run(self, task: Task) -> Measured:
-        """Run a task from an empty prefix cache."""
+    def begin(self, task: Task) -> float:
+        """Begin a task from an empty prefix cache; returns the seconds to its first token."""
         self._connection.send(task)
+        seconds: float = self._receive()
+        return seconds
+
+    def go_on(self, num_steps: int | None = None) -> Measured:
+        """So many more steps of the task, or all that are left."""
+        self._connection.send(num_steps)
         measured: Measured = self._receive()
         return measured
 
@@ -113,8 +118,15 @@ def _serve(setup: EngineSetup, connection: Connection) -> None:
     try:
         llm = _build(setup)
         connection.send("ready")
+        running: _Running | None = None
         while True:
-            connection.send(_run(llm, connection.recv()))
+            message = connection.recv()
+            if isinstance(message, Task):
+                running = _Running(llm, message)
+                connection.send(running.seconds_to_first_token())
+            else:
+                assert running is not None
+                connection.send(running.go_on(message))
     except EOFError:
         return
     except Exception as error:  # to the parent, which knows what it asked for
@@ -140,38 +152,49 @@ def _build(setup: EngineSetup) -> Any:
     return LLM(**options)
 
 
-def _run(llm: Any, task: Task) -> Measured:
-    import numpy as np
-    from vllm import SamplingParams
+class _Running:
+    """A task on an engine, step by step."""
 
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    scheduler.reset_prefix_cache()
-    vocab = llm.llm_engine.model_config.get_vocab_size()
-    rng = np.random.default_rng(task.seed)
-    params = SamplingParams(temperature=0, max_tokens=task.max_tokens, ignore_eos=True)
-    for i in range(task.num_requests):
-        prompt = rng.integers(10, vocab, task.prompt_len).tolist()
-        engine.add_request(f"{time.monotonic_ns()}-{i}", {"prompt_token_ids": prompt}, params)
-    start = time.perf_counter()
-    first_token, steps, num_tokens, peak, preemptions = None, [], 0, 0, 0
-    requests = list(scheduler.requests.values())
-    while engine.has_unfinished_requests():
-        before = time.perf_counter()
-        outputs = engine.step()
-        now = time.perf_counter()
-        if first_token is None:
-            first_token = now - start if outputs else None
-        else:
-            steps.append(now - before)
-        num_tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
-        peak = max(peak, sum(not r.is_prefill_chunk for r in scheduler.running))
-    preemptions = sum(r.num_preemptions for r in requests)
-    return Measured(
-        seconds=time.perf_counter() - start,
-        first_token_s=first_token or 0.0,
-        step_s=steps,
-        num_tokens=num_tokens,
-        peak_running=peak,
-        num_preemptions=preemptions,
-    )
+    def __init__(self, llm: Any, task: Task) -> None:
+        import numpy as np
+        from vllm import SamplingParams
+
+        self.engine = llm.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.scheduler.reset_prefix_cache()
+        vocab = self.engine.model_config.get_vocab_size()
+        rng = np.random.default_rng(task.seed)
+        params = SamplingParams(temperature=0, max_tokens=task.max_tokens, ignore_eos=True)
+        for i in range(task.num_requests):
+            prompt = {"prompt_token_ids": rng.integers(10, vocab, task.prompt_len).tolist()}
+            self.engine.add_request(f"{time.monotonic_ns()}-{i}", prompt, params)
+        self.requests = list(self.scheduler.requests.values())
+        self.start = time.perf_counter()
+        self.num_tokens = 0
+        self.peak_running = 0
+
+    def _step(self) -> Any:
+        outputs = self.engine.step()
+        self.num_tokens += sum(len(o.outputs[0].token_ids) for o in outputs if o.finished)
+        ready = sum(not r.is_prefill_chunk for r in self.scheduler.running)
+        self.peak_running = max(self.peak_running, ready)
+        return outputs
+
+    def seconds_to_first_token(self) -> float:
+        while not self._step():
+            pass
+        return time.perf_counter() - self.start
+
+    def go_on(self, num_steps: int | None) -> Measured:
+        steps: list[float] = []
+        while self.engine.has_unfinished_requests() and len(steps) != num_steps:
+            before = time.perf_counter()
+            self._step()
+            steps.append(time.perf_counter() - before)
+        return Measured(
+            seconds=time.perf_counter() - self.start,
+            step_s=steps,
+            num_tokens=self.num_tokens,
+            peak_running=self.peak_running,
+            num_preemptions=sum(r.num_preemptions for r in self.requests),
+        )
