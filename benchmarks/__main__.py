@@ -1,7 +1,8 @@
 """`python -m benchmarks`: a bounded cache against stock vLLM, same model, same run.
 
-Four rows: inter-token latency against stream position, prefill against prompt length, streams
-held in one pool, and throughput where the pool is scarce. Ends in one JSON line.
+Rows: inter-token latency and prefill at several positions, a bounded stream late against early,
+what falling positions cost, streams held in one pool, and throughput where the pool is scarce.
+Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ def main(argv: list[str] | None = None) -> int:
     args.model = args.model or str(ensure_default_model())
     result: dict[str, Any] = {"setup": _describe(args)}
     print(f"model {args.model}\n{json.dumps(result['setup'])}", flush=True)
-    if {"itl", "prefill"} & set(args.rows):
+    if "latency" in args.rows:
         result |= _latency_rows(args)
-    if "streams" in args.rows:
-        result["streams"] = _streams_row(args)
-    if "throughput" in args.rows:
-        result["throughput"] = _throughput_row(args)
+    for name, measure in (
+        ("depth", _depth_row),
+        ("rebase", _rebase_row),
+        ("streams", _streams_row),
+        ("throughput", _throughput_row),
+    ):
+        if name in args.rows:
+            result[name] = measure(args)
     print(json.dumps(result))
     return 0
 
@@ -51,7 +56,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--stock-block-size", type=int, help="of the stock engine (default: its own)"
     )
-    rows = ["itl", "prefill", "streams", "throughput"]
+    rows = ["latency", "depth", "rebase", "streams", "throughput"]
     parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
     return parser.parse_args(argv)
 
@@ -76,7 +81,7 @@ def _options(block_size: int | None) -> dict[str, Any]:
 
 
 def _pair(
-    args: argparse.Namespace, policy: dict[str, int], **common: Any
+    args: argparse.Namespace, policy: dict[str, Any], **common: Any
 ) -> dict[str, EngineSetup]:
     return {
         STOCK: EngineSetup(args.model, None, options=_options(args.stock_block_size), **common),
@@ -85,60 +90,106 @@ def _pair(
 
 
 def _in_turns(
-    built: dict[str, BenchEngine], position: int, repeats: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds to the first token and ms a token up to `position`, on both engines alternately.
+    built: dict[str, BenchEngine], positions: dict[str, int], repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[float]]]]:
+    """Seconds to the first token, and then ms of every token up to a position, by engine.
 
-    Machines are noisy for seconds at a time, so decoding alternates every few tokens. The first
-    round is not measured.
+    Machines are noisy for seconds at a time, so decoding alternates every few tokens: each entry
+    holds `TURN_TOKENS` durations. The first round is not measured.
     """
     prefill: dict[str, list[float]] = {name: [] for name in built}
-    itl: dict[str, list[float]] = {name: [] for name in built}
-    for i in tqdm(range(repeats + 1), desc=f"position {position}", file=sys.stderr):
-        task = Task(1, position - TURNS * TURN_TOKENS, TURNS * TURN_TOKENS + 1, seed=i)
+    turns: dict[str, list[list[float]]] = {name: [] for name in built}
+    label = f"position {' and '.join(map(str, sorted(set(positions.values()))))}"
+    for i in tqdm(range(repeats + 1), desc=label, file=sys.stderr):
         order = list(built.items())[:: 1 if i % 2 else -1]  # nobody always goes first
         for name, engine in order:
+            prompt_len = positions[name] - TURNS * TURN_TOKENS
+            task = Task(1, prompt_len, TURNS * TURN_TOKENS + 1, seed=i)
             prefill[name].append(engine.begin(task))
         for _ in range(TURNS):
             for name, engine in order:
-                itl[name].append(median(engine.go_on(TURN_TOKENS).step_s) * 1e3)
+                turns[name].append([s * 1e3 for s in engine.go_on(TURN_TOKENS).step_s])
     return (
         {name: values[1:] for name, values in prefill.items()},
-        {name: values[TURNS:] for name, values in itl.items()},
+        {name: values[TURNS:] for name, values in turns.items()},
     )
 
 
-def _ratio(measured: dict[str, list[float]], digits: int = 3) -> dict[str, Any]:
-    """Medians, and the median of the pairwise ratios bounded / stock."""
-    ratios = [b / s for b, s in zip(measured[BOUNDED], measured[STOCK], strict=True)]
+def _ratio(measured: dict[str, list[float]], over: str, under: str) -> dict[str, Any]:
+    """Medians, and median and quartiles of the pairwise ratios."""
+    ratios = [a / b for a, b in zip(measured[over], measured[under], strict=True)]
     return {
-        **{name: round(median(values), digits) for name, values in measured.items()},
+        **{name: round(median(values), 3) for name, values in measured.items()},
         "ratio": round(median(ratios), 3),
         "ratio_quartiles": [round(q, 3) for q in quantiles(ratios, n=4)[::2]],
     }
 
 
+def _medians(turns: dict[str, list[list[float]]]) -> dict[str, list[float]]:
+    return {name: [median(turn) for turn in values] for name, values in turns.items()}
+
+
 def _latency_rows(args: argparse.Namespace) -> dict[str, Any]:
     """ITL at positions and prefill of as many tokens, from the same requests."""
-    longest = max(args.positions)
     rows: dict[str, Any] = {"itl_ms": {}, "prefill_s": {}}
-    setups = _pair(
-        args,
-        {"sink": args.sink, "window": args.window},
-        max_model_len=longest + 64,
-        pool_bytes=1 << 30,
-        max_num_seqs=4,
-    )
+    setups = _pair(args, _policy(args), **_single(args))
     with engines(setups) as built:
         for position in args.positions:
-            prefill, itl = _in_turns(built, position, args.repeats)
-            rows["itl_ms"][position] = _ratio(itl)
-            rows["prefill_s"][position] = _ratio(prefill)
+            prefill, turns = _in_turns(built, dict.fromkeys(built, position), args.repeats)
+            rows["itl_ms"][position] = _ratio(_medians(turns), BOUNDED, STOCK)
+            rows["prefill_s"][position] = _ratio(prefill, BOUNDED, STOCK)
             for name in ("itl_ms", "prefill_s"):
                 print(f"{name} at {position}: {rows[name][position]}", flush=True)
-    first, last = (rows["itl_ms"][p][BOUNDED] for p in (min(args.positions), longest))
-    rows["itl_last_over_first"] = round(last / first, 3)
     return rows
+
+
+def _policy(args: argparse.Namespace) -> dict[str, Any]:
+    return {"sink": args.sink, "window": args.window}
+
+
+def _single(args: argparse.Namespace) -> dict[str, Any]:
+    """Of engines that serve one stream at a time, up to the last position."""
+    return {"max_model_len": max(args.positions) + 64, "pool_bytes": 1 << 30, "max_num_seqs": 4}
+
+
+def _depth_row(args: argparse.Namespace) -> dict[str, Any]:
+    """ITL of a bounded stream at the last position against one at the first, side by side."""
+    first, last = min(args.positions), max(args.positions)
+    both = _pair(args, _policy(args), **_single(args))
+    with engines({"first": both[BOUNDED], "last": both[BOUNDED]}) as built:
+        _, turns = _in_turns(built, {"first": first, "last": last}, args.repeats)
+    row = {"positions": [first, last], **_ratio(_medians(turns), "last", "first")}
+    print(f"depth: {row}", flush=True)
+    return row
+
+
+def _rebase_row(args: argparse.Namespace) -> dict[str, Any]:
+    """What falling back costs a step, spread over the steps between two at the default limit."""
+    policy = _policy(args)
+    capacity = args.sink + args.window
+    setups = {
+        "absolute": _pair(args, {**policy, "positions": "absolute"}, **_single(args))[BOUNDED],
+        # Once in every turn.
+        "rebase": _pair(
+            args, {**policy, "position_limit": capacity + TURN_TOKENS}, **_single(args)
+        )[BOUNDED],
+    }
+    with engines(setups) as built:
+        _, turns = _in_turns(built, dict.fromkeys(built, 2 * capacity), args.repeats)
+    extra = [
+        sum(rebase) - sum(absolute)
+        for rebase, absolute in zip(turns["rebase"], turns["absolute"], strict=True)
+    ]
+    itl = median(s for turn in turns["absolute"] for s in turn)
+    # The limit is four capacities by default, so the period is three.
+    row = {
+        "ms_each": round(median(extra), 3),
+        "ms_each_quartiles": [round(q, 3) for q in quantiles(extra, n=4)[::2]],
+        "every_tokens": 3 * capacity,
+        "share_of_decoding": round(median(extra) / (3 * capacity * itl), 6),
+    }
+    print(f"rebase: {row}", flush=True)
+    return row
 
 
 def _bytes_per_token(args: argparse.Namespace) -> int:
@@ -160,7 +211,7 @@ def _streams_row(args: argparse.Namespace) -> dict[str, Any]:
     length, full = 4096, 2
     setups = _pair(
         args,
-        {"sink": args.sink, "window": args.window},
+        _policy(args),
         max_model_len=length + 64,
         pool_bytes=_pool(args, full * length),
     )

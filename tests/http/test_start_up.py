@@ -134,13 +134,27 @@ def test_a_bad_settings_file(
 
 
 def test_positions_beyond_the_rotary_table(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where vLLM is told to look away."""
+    """Also where vLLM is told to look away; positions that fall back need no such thing."""
     flags = [*BOUNDED, "--max-model-len", str(TINY.max_position_embeddings + 1)]
-    with pytest.raises(ValueError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
-        config(*flags)
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    with pytest.raises(ValueError, match=r"--max-model-len=8193: .*8192 rotary positions"):
-        config(*flags)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"--max-model-len=8193: .*8192 rotary positions"):
+            config(*flags)
+        monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    monkeypatch.delenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN")
+    with pytest.MonkeyPatch.context() as patch:
+        forget_patches(patch)
+        rebased = config(*flags[:-1], "3000000", "--bounded-kv-positions", "rebase")
+    assert rebased.model_config.max_model_len == 3_000_000
+    assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in os.environ
+
+
+@pytest.mark.parametrize("limit", ["64", "8193"])
+def test_a_position_limit_that_cannot_be(config: Config, limit: str) -> None:
+    flags = [*BOUNDED, "--bounded-kv-positions", "rebase", "--bounded-kv-window", "60"]
+    with pytest.raises(
+        ValueError, match=rf"--bounded-kv-position-limit={limit}: .*window=64 .*8192 positions"
+    ):
+        config(*flags, "--bounded-kv-position-limit", limit)
 
 
 # --- what only an engine can tell

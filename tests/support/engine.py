@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.oracle_llama import OracleLlama, assert_exact, bounded_mask
+from support.oracle_llama import OracleLlama, Rebase, assert_exact, bounded_mask
 
 LOGPROB_TOL = 1e-3
 """fp32 engine against the float64 oracle, in natural-log units. Most of it is vLLM's fp32 rotary
@@ -195,8 +195,13 @@ def expect_exact(
     sink: int,
     window: int,
     includes_step: bool = True,
+    limit: int | None = None,
 ) -> None:
-    """The answer is the oracle's under that retention, token for token."""
+    """The answer is the oracle's under that retention, token for token.
+
+    Args:
+        limit: where rotary positions fall back; `None`: nowhere.
+    """
     assert len(answer.tokens) == ask.max_tokens
     assert_exact(
         oracle,
@@ -205,4 +210,5 @@ def expect_exact(
         lambda n: bounded_mask(n, sink, window, includes_step),
         logprobs=answer.logprobs,
         logprob_tol=LOGPROB_TOL,
+        rebase=None if limit is None else Rebase(sink, sink + window, limit),
     )

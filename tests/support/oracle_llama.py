@@ -77,6 +77,10 @@ class OracleConfig:
     rms_norm_eps: float
     rope_theta: float
     tied: bool
+    frequencies: tuple[float, ...] | None = None
+    """Radians a position of each pair, where they are not `rope_theta`'s own."""
+    magnitude: float = 1.0
+    """Of rotated queries and keys: YaRN's attention factor."""
 
     @classmethod
     def from_json(cls, config: dict[str, Any]) -> "OracleConfig":
@@ -86,7 +90,6 @@ class OracleConfig:
         for name, value, known in (
             ("model_type", config.get("model_type"), "llama"),
             ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-            ("rope_type", rope_type, "default"),
             ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), 1.0),
             ("attention_bias", bool(config.get("attention_bias")), False),
             ("mlp_bias", bool(config.get("mlp_bias")), False),
@@ -94,6 +97,7 @@ class OracleConfig:
             if value != known:
                 raise ValueError(f"the oracle knows only {name}={known!r}, not {value!r}")
         num_heads = config["num_attention_heads"]
+        frequencies, magnitude = _scaled_rope(config, rope_type)
         return cls(
             num_layers=config["num_hidden_layers"],
             num_heads=num_heads,
@@ -102,7 +106,22 @@ class OracleConfig:
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             tied=bool(config.get("tie_word_embeddings", False)),
+            frequencies=frequencies,
+            magnitude=magnitude,
         )
+
+
+def _scaled_rope(config: dict[str, Any], rope_type: str) -> tuple[tuple[float, ...] | None, float]:
+    """Frequencies and magnitude of a scaled rotary embedding, as transformers defines them."""
+    if rope_type == "default":
+        return None, 1.0
+    if rope_type not in ("linear", "llama3", "yarn"):
+        raise ValueError(f"the oracle knows only some rope types, not {rope_type!r}")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope_type](LlamaConfig(**config), "cpu")
+    return tuple(frequencies.double().tolist()), float(magnitude)
 
 
 class OracleLlama:
@@ -201,12 +220,16 @@ class OracleLlama:
         return self._linear(gate * self._linear(x, prefix + "up_proj"), prefix + "down_proj")
 
     def _turns(self, positions: Tensor) -> Tensor:
-        """Unit complex numbers that turn each pair of a head: `[n, 1, head_dim / 2]`."""
+        """Complex numbers that turn each pair of a head: `[n, 1, head_dim / 2]`."""
         half = self.config.head_dim // 2
-        exponent = torch.arange(half, dtype=self.angle_dtype) / half
-        frequencies = 1.0 / self.config.rope_theta**exponent
+        if self.config.frequencies is not None:
+            frequencies = torch.tensor(self.config.frequencies, dtype=self.angle_dtype)
+        else:
+            exponent = torch.arange(half, dtype=self.angle_dtype) / half
+            frequencies = 1.0 / self.config.rope_theta**exponent
         angles = (positions.to(self.angle_dtype)[:, None] * frequencies).double()
-        return torch.polar(torch.ones_like(angles), angles)[:, None, :]
+        magnitude = torch.full_like(angles, self.config.magnitude)
+        return torch.polar(magnitude, angles)[:, None, :]
 
     def _attention(
         self,

@@ -192,14 +192,16 @@ START_UP_LINE = re.compile(
     r"Bounded KV cache: (?P<slot_bytes>[\d,]+) bytes a slot "
     r"\(sink (?P<sink>\d+) \+ window (?P<window>\d+) entries in (?P<slot_blocks>\d+) blocks of "
     r"(?P<block_size>\d+)\); (?P<slots_total>\d+) slots in a pool of (?P<pool_blocks>\d+) blocks; "
-    r"(?P<source_blocks>\d+) source blocks a stream can share\."
+    r"(?P<source_blocks>\d+) source blocks a stream can share\. "
+    r"Rotary positions: (?P<positions>absolute|rebase, falling back at [\d,]+)\."
 )
 
 
 def start_up_line(server: VllmServer) -> dict[str, int]:
     """The numbers of the one line that the server prints about its cache."""
     (line,) = START_UP_LINE.finditer(server.log)
-    return {name: int(value.replace(",", "")) for name, value in line.groupdict().items()}
+    numbers = {name: value for name, value in line.groupdict().items() if name != "positions"}
+    return {name: int(value.replace(",", "")) for name, value in numbers.items()}
 
 
 # --- waiting

@@ -58,6 +58,7 @@ class TinyLlama:
     head_dim: int = 32
     max_position_embeddings: int = 8192
     rope_theta: float = 10000.0
+    rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     seed: int = 0
@@ -89,7 +90,7 @@ class TinyLlama:
             "pad_token_id": PAD_ID,
             "pretraining_tp": 1,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
+            "rope_parameters": {"rope_theta": self.rope_theta, **dict(self.rope_scaling)},
             "tie_word_embeddings": self.tie_word_embeddings,
             "use_cache": True,
             "vocab_size": VOCAB_SIZE,

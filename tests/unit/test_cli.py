@@ -207,6 +207,7 @@ def test_the_flags_have_a_help_group_of_their_own() -> None:
         "--bounded-kv-max-slots",
         "--bounded-kv-retention",
         "--bounded-kv-positions",
+        "--bounded-kv-position-limit",
     }
     help_text = groups["Bounded KV cache"]._group_actions
     assert any("default: 4" in (action.help or "") for action in help_text)
@@ -239,7 +240,13 @@ def test_the_flags_reach_the_engines_config(tiny_model: Path, tmp_path: Path) ->
     file.write_text('{"sink": 1, "window": 70, "window_includes_step": false}')
     words = ["--kv-plugin", "bounded", "--bounded-kv-sink", "8", "--bounded-kv-config", str(file)]
     config = config_of(tiny_model, words)
-    assert policy_of(config) == EnginePolicy(sink=8, window=70, window_includes_step=False)
+    assert policy_of(config) == EnginePolicy(
+        sink=8,
+        window=70,
+        window_includes_step=False,
+        positions="rebase",
+        position_limit=4 * (8 + 71),
+    )
     assert config.cache_config.block_size == 32
     config = config_of(tiny_model, [*words, "--block-size", "64"])
     assert config.cache_config.block_size == 64

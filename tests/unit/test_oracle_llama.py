@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,6 +101,32 @@ def test_agrees_with_transformers_at_given_positions(
     torch.testing.assert_close(actual, expected, rtol=0, atol=TRANSFORMERS_ATOL)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048},
+    ],
+)
+def test_agrees_with_transformers_on_scaled_positions(
+    tiny: ModelFactory, scaling: dict[str, Any]
+) -> None:
+    folder = tiny(TinyLlama(rope_scaling=tuple(scaling.items())))
+    tokens = random_prompt(300, seed=5)
+    expected = transformers_logprobs(folder, tokens, None)
+    actual = OracleLlama.from_folder(folder).logprobs(tokens, full_mask(300))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TRANSFORMERS_ATOL)
+    plain = OracleLlama.from_folder(tiny(TinyLlama())).logprobs(tokens, full_mask(300))
+    assert (plain - expected).abs().max() > 10 * TRANSFORMERS_ATOL
+
+
 def test_rounded_angles_are_the_whole_difference(tiny: ModelFactory) -> None:
     folder, tokens, positions = tiny(TinyLlama()), random_prompt(300), torch.arange(300) + 7000
     expected = transformers_logprobs(folder, tokens, None, positions)
@@ -125,7 +152,7 @@ def test_reads_both_forms_of_rope_theta(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("rope_scaling", {"rope_type": "llama3", "factor": 8.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 8.0}),
         ("attention_bias", True),
         ("model_type", "qwen3"),
     ],

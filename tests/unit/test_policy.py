@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,7 +59,8 @@ def test_defaults() -> None:
         "window": None,
         "max_source_len": 0,
         "max_slots": None,
-        "positions": "absolute",
+        "positions": None,
+        "position_limit": None,
         "window_includes_step": True,
         "retention": None,
     }
@@ -106,8 +108,10 @@ def test_a_window_that_is_given_is_kept() -> None:
         ("window", "64", "must be an integer, got str"),
         ("max_source_len", "10", "must be an integer, got str"),
         ("max_slots", 2.0, "must be an integer, got float"),
-        ("positions", "relative", "must be one of absolute"),
-        ("positions", 3, "must be one of absolute"),
+        ("positions", "relative", "must be one of absolute, rebase"),
+        ("positions", 3, "must be one of absolute, rebase"),
+        ("position_limit", 0, "must be >= 1"),
+        ("position_limit", "9", "must be an integer, got str"),
         ("window_includes_step", 1, "must be true or false"),
         ("window_includes_step", "yes", "must be true or false"),
     ],
@@ -217,7 +221,7 @@ def test_a_callable_and_a_window_exclude_each_other() -> None:
 
 def test_a_callable_must_fit_the_models_length() -> None:
     policy = EnginePolicy(max_source_len=10, retention=f"{THIS}:voice_policy")
-    assert policy.resolve(41) == policy
+    assert policy.resolve(41) == replace(policy, positions="absolute")
     with refusal("sink + window", 41, "max_model_len=39"):
         policy.resolve(39)
 
@@ -227,6 +231,55 @@ def test_a_request_cannot_overrule_a_callable(key: str) -> None:
     policy = settled(max_source_len=10, retention=f"{THIS}:voice_policy")
     with refusal(key, 1, "retention callable"):
         policy.for_request({key: 1}, 50)
+
+
+# --- positions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "max_positions", "expected"),
+    [
+        ({"window": 96}, 8192, ("rebase", 400)),
+        ({"window": 96}, 300, ("rebase", 300)),
+        ({"window": 96}, 101, ("rebase", 101)),
+        ({"window": 96, "max_source_len": 54}, 8192, ("rebase", 600)),
+        ({"window": 96, "position_limit": 101}, 8192, ("rebase", 101)),
+        ({"window": 96, "positions": "absolute"}, 8192, ("absolute", None)),
+        ({"window": 96}, 100, ("absolute", None)),  # no position is left over
+        ({"window": 96}, None, ("absolute", None)),
+    ],
+)
+def test_settled_positions(
+    values: dict[str, Any], max_positions: int | None, expected: tuple[str, int | None]
+) -> None:
+    policy = EnginePolicy(**values).resolve(MAX_LEN, max_positions)
+    assert (policy.positions, policy.position_limit) == expected
+    assert policy.resolve(MAX_LEN, max_positions) == policy
+
+
+def test_a_model_that_cannot_rebase_is_absolute_unless_asked() -> None:
+    policy = EnginePolicy(window=96).resolve(MAX_LEN, 8192, "it has no wheels")
+    assert policy.positions == "absolute"
+    with refusal("--bounded-kv-positions", "rebase", "it has no wheels", "use --bounded-kv-pos"):
+        EnginePolicy(window=96, positions="rebase").resolve(MAX_LEN, 8192, "it has no wheels")
+    with refusal("--bounded-kv-position-limit", 500, "absolute, which this model", "no wheels"):
+        EnginePolicy(window=96, position_limit=500).resolve(MAX_LEN, 8192, "it has no wheels")
+
+
+@pytest.mark.parametrize("limit", [1, 100, 8193])
+def test_a_position_limit_outside_capacity_and_table_is_refused(limit: int) -> None:
+    with refusal("--bounded-kv-position-limit", limit, "above sink + window=100", "8192 positions"):
+        EnginePolicy(window=96, position_limit=limit).resolve(MAX_LEN, 8192)
+
+
+def test_a_position_limit_of_absolute_positions_is_refused() -> None:
+    with refusal("--bounded-kv-position-limit", 500, "no effect with --bounded-kv-positions abs"):
+        EnginePolicy(window=96, positions="absolute", position_limit=500).resolve(MAX_LEN, 8192)
+
+
+def test_a_window_that_leaves_no_position_over_cannot_rebase() -> None:
+    with refusal("--bounded-kv-positions", "rebase", "sink + window=100", "100 positions"):
+        EnginePolicy(window=96, positions="rebase").resolve(MAX_LEN, 100)
 
 
 # --- a request -------------------------------------------------------------------------------

@@ -6,15 +6,21 @@ another model, device or vLLM build, so here a real config says of itself what t
 
 from __future__ import annotations
 
+import copy
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.config import VllmConfig
 
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 from vllm_bounded_kv.engine.refusals import UnsupportedError, check_engine, check_positions
+from vllm_bounded_kv.engine.rope import rotary_of, why_not_rebase
 
 STOCK = r"Serve this model without --kv-plugin\."
-POLICY = EnginePolicy(window=60)
+POLICY = EnginePolicy(window=60, positions="absolute")
 
 
 class Pretending:
@@ -141,7 +147,13 @@ def test_somebody_elses_scheduler_or_worker(
 
 def with_rotary_positions(config: Any, table: int | None, max_model_len: int) -> Any:
     text = Pretending(config.model_config.hf_text_config, max_position_embeddings=table)
-    return pretending(config, "model_config", hf_text_config=text, max_model_len=max_model_len)
+    return pretending(
+        config,
+        "model_config",
+        hf_text_config=text,
+        max_model_len=max_model_len,
+        get_and_verify_max_len=lambda length: length,
+    )
 
 
 @pytest.mark.parametrize(("table", "length"), [(512, 512), (512, 100), (None, 10**6)])
@@ -152,7 +164,109 @@ def test_lengths_within_the_rotary_positions(config: Any, table: int | None, len
 def test_lengths_beyond_the_rotary_positions_are_refused_with_the_engine(config: Any) -> None:
     message = (
         r"^--max-model-len=513: is beyond the model's 512 rotary positions .*"
-        r"--bounded-kv-positions absolute .*; use at most 512$"
+        r"--bounded-kv-positions absolute .*; use at most 512, or rebase$"
     )
     with pytest.raises(PolicyError, match=message):
         check_engine(with_rotary_positions(config, 512, 513), POLICY)
+
+
+def test_what_the_model_derives_for_itself_still_counts(config: Any) -> None:
+    """Positions that do not fall back end where vLLM says that they do."""
+    model = Pretending(config.model_config, max_model_len=10**6)
+    text = Pretending(config.model_config.hf_text_config, max_position_embeddings=None)
+    model.__dict__["hf_text_config"] = text
+    with pytest.raises(ValueError, match=r"max_model_len .1000000. is greater than the derived"):
+        check_positions(Pretending(config, model_config=model), POLICY)
+
+
+# --- positions that fall back
+
+
+def rebase_reason(config: Any, text: dict[str, Any] | None = None, **said: Any) -> str | None:
+    model = config.model_config
+    hf = SimpleNamespace(**{**vars(model.hf_text_config), **(text or {})})
+    return why_not_rebase(Pretending(model, hf_text_config=hf, **said))
+
+
+def test_control_a_llama_can_rebase(config: Any) -> None:
+    assert rebase_reason(config) is None
+    for kind in ("default", "llama3", "linear", "yarn"):
+        assert rebase_reason(config, {"rope_parameters": {"rope_type": kind}}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "reason"),
+    [
+        ({}, {"use_mla": True}, "MLA"),
+        ({}, {"uses_mrope": True}, "M-RoPE"),
+        ({}, {"uses_alibi": True}, "ALiBi"),
+        ({}, {"architectures": ["SmolLM3ForCausalLM"]}, "LlamaForCausalLM, .*not SmolLM3For"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, {}, "rope_type 'dynamic' is none of"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, {}, "rope_type 'longrope' is none of"),
+        ({"rope_parameters": {"full_attention": {}}}, {}, "rotary embeddings of several kinds"),
+        ({"llama_4_scaling": {"beta": 1}}, {}, "llama_4_scaling"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8}}, {}, "dual chunk"),
+        ({"max_position_embeddings": None}, {}, "no max_position_embeddings"),
+    ],
+)
+def test_models_that_cannot_rebase_say_why(
+    config: Any, text: dict[str, Any], said: dict[str, Any], reason: str
+) -> None:
+    assert re.search(reason, rebase_reason(config, text, **said) or "")
+
+
+class Model(torch.nn.Module):
+    """Two attention layers with rotary embeddings of their parents'."""
+
+    def __init__(self, *embeddings: Any) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in embeddings)
+        for layer, embedding in zip(self.layers, embeddings, strict=True):
+            layer.attn = torch.nn.Module()
+            layer.rotary_emb = embedding
+
+
+def layer_names(model: Model) -> list[str]:
+    return [f"layers.{i}.attn" for i in range(len(model.layers))]
+
+
+def rotary_embedding(**rope: Any) -> Any:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(16, 512, True, parameters, torch.float32)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(("rope", "rows"), [({}, 512), (YARN, 2048)])
+def test_the_rotary_embedding_is_found(plugin: None, rope: dict[str, Any], rows: int) -> None:
+    embedding = rotary_embedding(**rope)
+    model = Model(embedding, embedding)
+    rotary = rotary_of(model, layer_names(model), rows)
+    assert rotary.is_neox and rotary.frequencies.shape == (8,)
+    with pytest.raises(ValueError, match=f"rotary table has {rows} rows, not {rows + 1}"):
+        rotary_of(model, layer_names(model), rows + 1)
+
+
+def test_models_whose_layers_rotate_differently_are_refused(plugin: None) -> None:
+    plain, yarn = rotary_embedding(), rotary_embedding(**YARN)
+    remedy = "use --bounded-kv-positions absolute"
+    for model, reason in (
+        (Model(plain, yarn), "use 2 rotary embeddings"),
+        (Model(plain, None), "use 2 rotary embeddings"),
+        (Model(None, None), "rotary embedding is a NoneType"),
+        (Model(torch.nn.Linear(2, 2)), "rotary embedding is a Linear"),
+    ):
+        with pytest.raises(ValueError, match=f"{reason}.*{remedy}"):
+            rotary_of(model, layer_names(model), 100)
+
+
+def test_a_table_that_is_not_what_its_frequencies_give_is_refused(plugin: None) -> None:
+    embedding = copy.deepcopy(rotary_embedding())
+    embedding.base = 20000.0
+    with pytest.raises(ValueError, match="not what its frequencies give"):
+        rotary_of(Model(embedding), ["layers.0.attn"], 100)

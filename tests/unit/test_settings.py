@@ -13,12 +13,24 @@ from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 from vllm_bounded_kv.engine.settings import is_enabled, policy_of, settle
 
 
-def engine(model_policy: Any = None, max_model_len: int = 4096) -> Any:
+def engine(
+    model_policy: Any = None, max_model_len: int = 4096, architecture: str = "OtherForCausalLM"
+) -> Any:
     """A stand-in for a `VllmConfig` whose model declares `model_policy`."""
-    hf_config = SimpleNamespace()
+    hf_config = SimpleNamespace(
+        max_position_embeddings=8192, rope_parameters={"rope_type": "default"}
+    )
     if model_policy is not None:
         hf_config.bounded_kv = model_policy
-    model = SimpleNamespace(hf_config=hf_config, max_model_len=max_model_len)
+    model = SimpleNamespace(
+        hf_config=hf_config,
+        hf_text_config=hf_config,
+        max_model_len=max_model_len,
+        architectures=[architecture],
+        use_mla=False,
+        uses_mrope=False,
+        uses_alibi=False,
+    )
     return SimpleNamespace(model_config=model)
 
 
@@ -83,11 +95,21 @@ def test_each_source_overrides_the_ones_before(tmp_path: Path) -> None:
         "window": 300,
         "max_source_len": 40,
         "max_slots": 3,
+        "positions": "absolute",
     }
 
 
 def test_nothing_given_is_the_defaults() -> None:
-    assert settled(asked()) == EnginePolicy(window=2048).to_mapping()
+    expected = EnginePolicy(window=2048, positions="absolute")
+    assert settled(asked()) == expected.to_mapping()
+
+
+def test_positions_fall_back_where_the_model_supports_it() -> None:
+    policy = settle(asked(), engine(architecture="LlamaForCausalLM"))["bounded_kv"]
+    assert (policy["positions"], policy["position_limit"]) == ("rebase", 8192)
+    small = asked(bounded_kv={"window": 96})
+    policy = settle(small, engine(architecture="LlamaForCausalLM"))["bounded_kv"]
+    assert policy["position_limit"] == 400
 
 
 def test_a_falsy_flag_still_wins(tmp_path: Path) -> None:
@@ -113,7 +135,9 @@ def test_the_default_window_fits_the_models_length() -> None:
 
 def test_the_settled_policy_is_what_every_process_reads() -> None:
     config = settle(asked(bounded_kv={"sink": 6, "window": 50}), engine())
-    assert policy_of(SimpleNamespace(additional_config=config)) == EnginePolicy(sink=6, window=50)
+    assert policy_of(SimpleNamespace(additional_config=config)) == EnginePolicy(
+        sink=6, window=50, positions="absolute"
+    )
     for stock in (None, {}, {"other": 1}, "text"):
         assert policy_of(SimpleNamespace(additional_config=stock)) is None
 

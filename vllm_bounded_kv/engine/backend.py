@@ -3,8 +3,9 @@
 Order within a layer, which sharing depends on (a request may hit, in the same step, a source
 block that another request is only now writing):
 
-1. clear the tails of blocks that become partly filled, 2. write everything that destroys
-nothing, 3. attend, 4. overwrite ring entries, each by its last writer.
+1. turn the keys of rings whose positions fall back, 2. clear the tails of blocks that become
+partly filled, 3. write everything that destroys nothing, 4. attend, 5. overwrite ring entries,
+each by its last writer, 6. turn what a step of several tokens leaves behind.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_bounded_kv.engine import ranged
-from vllm_bounded_kv.engine.metadata import BoundedCPUMetadata, BoundedCPUMetadataBuilder
+from vllm_bounded_kv.engine.metadata import (
+    BoundedCPUMetadata,
+    BoundedCPUMetadataBuilder,
+    TurnKeys,
+)
 from vllm_bounded_kv.engine.policy import EnginePolicy
 from vllm_bounded_kv.engine.spec import bounded_spec
 
@@ -95,6 +100,8 @@ class BoundedCPUAttentionImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         meta = attn_metadata
+        if meta.turn_first is not None:
+            turn(kv_cache, meta.turn_first)
         if meta.new_partial_blocks is not None:
             kv_cache[meta.new_partial_blocks] = 0
         self.do_kv_cache_update(layer, key, value, kv_cache, meta.slot_mapping)
@@ -106,6 +113,8 @@ class BoundedCPUAttentionImpl(CPUAttentionBackendImpl):
             self.do_kv_cache_update(
                 layer, key[meta.late_tokens], value[meta.late_tokens], kv_cache, meta.late_slots
             )
+        if meta.turn_last is not None:
+            turn(kv_cache, meta.turn_last)
         return output
 
     def _attend_stock(
@@ -147,6 +156,24 @@ class BoundedCPUAttentionImpl(CPUAttentionBackendImpl):
         )
 
 
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys `[num_blocks, H_kv, D, block]` and values `[num_blocks, H_kv, block, D]`, as views."""
+    num_blocks, num_heads, block_size, width = kv_cache.shape
+    head_dim = width // 2
+    packed = kv_cache.view(num_blocks, num_heads, 2, block_size * head_dim)
+    keys = packed[:, :, 0].unflatten(-1, (head_dim, block_size))
+    values = packed[:, :, 1].unflatten(-1, (block_size, head_dim))
+    return keys, values
+
+
+def turn(kv_cache: torch.Tensor, what: TurnKeys) -> None:
+    """Turn cached keys in place."""
+    keys, _ = halves(kv_cache)
+    block, offset = what.slots // kv_cache.shape[2], what.slots % kv_cache.shape[2]
+    turned = what.rotation(keys[block, :, :, offset].transpose(0, 1))  # [H_kv, n, D]
+    keys[block, :, :, offset] = turned.transpose(0, 1)
+
+
 def unpack(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Read entries from the CPU kernel's packing: per block and head, keys `[D, block]`, then
     values `[block, D]` (vllm/csrc/cpu/cpu_attn_impl.hpp, 0.32.0).
@@ -158,10 +185,6 @@ def unpack(kv_cache: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, t
     Returns:
         keys and values, `[m, H_kv, D]` each.
     """
-    num_blocks, num_heads, block_size, width = kv_cache.shape
-    head_dim = width // 2
-    halves = kv_cache.view(num_blocks, num_heads, 2, block_size * head_dim)
-    keys = halves[:, :, 0].unflatten(-1, (head_dim, block_size))
-    values = halves[:, :, 1].unflatten(-1, (block_size, head_dim))
-    block, offset = slots // block_size, slots % block_size
+    keys, values = halves(kv_cache)
+    block, offset = slots // kv_cache.shape[2], slots % kv_cache.shape[2]
     return keys[block, :, :, offset], values[block, :, offset]

@@ -87,6 +87,15 @@ def add_flags(parser: Any) -> None:
         "--bounded-kv-positions",
         (POLICY_KEY, "positions"),
         choices=POSITION_MODES,
-        help=f"How rotary positions follow the stream (default: {defaults.positions}).",
+        help="How rotary positions follow the stream: its own, or falling back before the model's "
+        "run out (default: rebase where the model supports it).",
+    )
+    flag(
+        "--bounded-kv-position-limit",
+        (POLICY_KEY, "position_limit"),
+        type=int,
+        metavar="POSITION_LIMIT",
+        help="Where --bounded-kv-positions rebase falls back (default: four times sink + window, "
+        "at most the model's max_position_embeddings).",
     )
     compat.merge_additional_config(parser, FLAGS_DEST)

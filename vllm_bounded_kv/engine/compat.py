@@ -10,6 +10,7 @@ Written against vLLM 0.32.0.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -101,6 +102,31 @@ def install_engine_config(
         return create_engine_config
 
     _wrap(EngineArgs, "create_engine_config", make)
+
+
+def lift_length_limit() -> Callable[[], None]:
+    """Let `max_model_len` exceed what the model derives for itself; returns how to undo it.
+
+    No patch, but a variable of the environment, VLLM_ALLOW_LONG_MAX_MODEL_LEN, which vLLM reads
+    through a cache of its own. The plugin decides by itself how long a stream may be, once the
+    config is made (`refusals.check_positions`).
+    """
+    from vllm import envs
+
+    name = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+    previous, cached = os.environ.get(name), envs._is_envs_cache_enabled()
+    envs.disable_envs_cache()
+    os.environ[name] = "1"
+
+    def undo() -> None:
+        if previous is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = previous
+        if cached:
+            envs.enable_envs_cache()
+
+    return undo
 
 
 def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> None:

@@ -16,11 +16,23 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 from vllm_bounded_kv.engine import ranged
 from vllm_bounded_kv.engine.header import HEADER_LEN
 from vllm_bounded_kv.engine.plan import StepPlan, plan_step
+from vllm_bounded_kv.engine.rebase import Turn
+from vllm_bounded_kv.engine.rotary import Rotary, Rotation
+from vllm_bounded_kv.engine.settings import policy_of
+
+
+@dataclass
+class TurnKeys:
+    """Cached keys to turn in place."""
+
+    slots: torch.Tensor
+    """`[n]` int64 cache slots."""
+    rotation: Rotation
 
 
 @dataclass
 class BoundedCPUMetadata:
-    """What `BoundedCPUAttentionImpl.forward` does in one step, in this order."""
+    """What `BoundedCPUAttentionImpl.forward` does in one step; its order is in `backend`."""
 
     new_partial_blocks: torch.Tensor | None
     """Blocks to clear."""
@@ -33,6 +45,9 @@ class BoundedCPUMetadata:
     ranged: list[ranged.RangedAttention]
     late_tokens: torch.Tensor | None
     late_slots: torch.Tensor | None
+
+    turn_first: TurnKeys | None = None
+    turn_last: TurnKeys | None = None
 
     # What vLLM reads of any attention metadata.
     num_actual_tokens: int = 0
@@ -52,6 +67,11 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.isa == "amx":  # packs keys in pairs; the ranged path reads the plain layout
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
+        policy = policy_of(vllm_config)
+        assert policy is not None
+        self.position_limit = policy.position_limit
+        self.rotary: Rotary | None = None
+        """Set by the worker, where positions fall back: only it knows the model."""
 
     def build(  # type: ignore[override]
         self,
@@ -67,7 +87,13 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             common.seq_lens.numpy(),
             common.num_actual_tokens,
             self.block_size,
+            self.position_limit,
         )
+        rebase = plan.rebase
+        if rebase is not None:
+            # A view of what the runner is about to give to the model.
+            assert common.positions is not None
+            common.positions[: len(rebase.positions)] = torch.from_numpy(rebase.positions)
         rewritten = copy.copy(common)
         rewritten.seq_lens = torch.from_numpy(plan.seq_lens)
         rewritten.block_table_tensor = common.block_table_tensor[:, HEADER_LEN:]
@@ -84,11 +110,19 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=rewritten.slot_mapping,
             stock=stock,
             stock_tokens=stock_tokens,
-            ranged=[ranged.prepare(row, group, dtype) for row in plan.ranged],
+            ranged=[ranged.prepare(row, group, dtype, self.rotary) for row in plan.ranged],
             late_tokens=torch.from_numpy(plan.late_tokens) if has_late else None,
             late_slots=torch.from_numpy(plan.late_slots) if has_late else None,
+            turn_first=self._turn(rebase.first) if rebase is not None else None,
+            turn_last=self._turn(rebase.last) if rebase is not None else None,
             num_actual_tokens=common.num_actual_tokens,
         )
+
+    def _turn(self, turn: Turn | None) -> TurnKeys | None:
+        if turn is None:
+            return None
+        assert self.rotary is not None
+        return TurnKeys(torch.from_numpy(turn.slots), self.rotary.rotation(turn.by))
 
     def _stock(
         self, plan: StepPlan, common: CommonAttentionMetadata

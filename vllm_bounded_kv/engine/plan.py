@@ -8,14 +8,14 @@ a long prefill) are visited one by one, for they need attention of their own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_bounded_kv.engine.header import HEADER_LEN, RING, SINK
+from vllm_bounded_kv.engine.rebase import Rebase, num_fallbacks, plan_rebase
+from vllm_bounded_kv.engine.rows import Ints, Rows
 
-Ints = NDArray[np.int64]
 NO_SLOT = -1
 
 
@@ -34,6 +34,11 @@ class RangedRow:
     """`[m + T]` stream positions of all keys, ascending."""
     sink: int
     ring: int
+    fallbacks: Ints | None = None
+    """`[m + T]` how often the position that each key is rotated by has fallen back; `None` where
+    that is the same for all."""
+    period: int = 0
+    """By how much rotary positions fall back."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,8 @@ class StepPlan:
     ranged: list[RangedRow]
     stock_rows: NDArray[np.bool_]
     """`[B]` rows that vLLM's own kernel serves."""
+    rebase: Rebase | None
+    """Rotary positions, where they are not the stream's own."""
 
 
 def plan_step(
@@ -63,6 +70,7 @@ def plan_step(
     stream_lens: NDArray[np.int32],
     num_tokens: int,
     block_size: int,
+    position_limit: int | None = None,
 ) -> StepPlan:
     """Plan one step.
 
@@ -72,38 +80,26 @@ def plan_step(
         stream_lens: `[B]` entries of each stream after the step.
         num_tokens: tokens of the batch, padding included; padded tokens write nothing.
         block_size: entries per block.
+        position_limit: where rotary positions fall back (see `positions`); `None`: nowhere.
     """
-    num_rows = len(stream_lens)
-    blocks = table[:num_rows, HEADER_LEN:]
-    sink = table[:num_rows, SINK].astype(np.int64)
-    ring = table[:num_rows, RING].astype(np.int64)
-    # A row of zeros is vLLM's padding: give it a ring so large that it never wraps.
-    ring[ring == 0] = np.iinfo(np.int32).max
-    capacity = sink + ring
-    after = stream_lens.astype(np.int64)
-    query_lens = np.diff(query_start).astype(np.int64)
-    before = after - query_lens
+    rows = Rows.read(table, query_start, stream_lens, block_size)
+    capacity, before, after = rows.capacity, rows.before, rows.after
+    query_lens = after - before
     is_ranged = (after > capacity) & (query_lens > 1)
 
-    rows = np.repeat(np.arange(num_rows), query_lens)
-    positions = np.arange(len(rows)) - np.repeat(query_start[:-1] - before, query_lens)
-    compact = np.where(
-        positions < capacity[rows],
-        positions,
-        sink[rows] + (positions - sink[rows]) % ring[rows],
-    )
-    slots = blocks[rows, compact // block_size].astype(np.int64) * block_size
-    slots += compact % block_size
+    token_rows = np.repeat(np.arange(len(after)), query_lens)
+    positions = np.arange(len(token_rows)) - np.repeat(rows.start - before, query_lens)
+    slots = rows.slots(token_rows, rows.compact(token_rows, positions))
 
     slot_mapping = np.full(num_tokens, NO_SLOT, dtype=np.int64)
     if is_ranged.any():
-        overwrites = is_ranged[rows] & (positions >= capacity[rows])
-        survives = positions >= (after - ring)[rows]  # the last writer of its entry
+        overwrites = is_ranged[token_rows] & (positions >= capacity[token_rows])
+        survives = positions >= (after - rows.ring)[token_rows]  # the last writer of its entry
         late_tokens = np.flatnonzero(overwrites & survives)
-        slot_mapping[: len(rows)] = np.where(overwrites, NO_SLOT, slots)
+        slot_mapping[: len(slots)] = np.where(overwrites, NO_SLOT, slots)
     else:
         late_tokens = np.empty(0, dtype=np.int64)
-        slot_mapping[: len(rows)] = slots
+        slot_mapping[: len(slots)] = slots
 
     seq_lens = np.minimum(after, capacity)
     last_block = (seq_lens - 1) // block_size
@@ -114,30 +110,20 @@ def plan_step(
         slot_mapping=slot_mapping,
         late_tokens=late_tokens,
         late_slots=slots[late_tokens],
-        new_partial_blocks=blocks[is_new, last_block[is_new]].astype(np.int64),
-        ranged=[
-            _ranged_row(
-                blocks[row],
-                slice(int(query_start[row]), int(query_start[row + 1])),
-                int(before[row]),
-                int(sink[row]),
-                int(ring[row]),
-                block_size,
-            )
-            for row in np.flatnonzero(is_ranged)
-        ],
+        new_partial_blocks=rows.blocks[is_new, last_block[is_new]].astype(np.int64),
+        ranged=[_ranged_row(rows, row, position_limit) for row in np.flatnonzero(is_ranged)],
         stock_rows=~is_ranged,
+        rebase=(
+            None
+            if position_limit is None
+            else plan_rebase(rows, token_rows, positions, is_ranged, position_limit)
+        ),
     )
 
 
-def _ranged_row(
-    blocks: NDArray[np.int32],
-    tokens: slice,
-    before: int,
-    sink: int,
-    ring: int,
-    block_size: int,
-) -> RangedRow:
+def _ranged_row(rows: Rows, row: int, position_limit: int | None) -> RangedRow:
+    sink, ring, capacity = int(rows.sink[row]), int(rows.ring[row]), rows.capacity[row]
+    before, after, start = int(rows.before[row]), int(rows.after[row]), int(rows.start[row])
     # The first query stands at `before` and sees back to `before - ring + 1`.
     retained = np.concatenate(
         [
@@ -145,7 +131,19 @@ def _ranged_row(
             np.arange(max(sink, before - ring + 1), max(sink, before), dtype=np.int64),
         ]
     )
-    compact = np.where(retained < sink + ring, retained, sink + (retained - sink) % ring)
-    slots = blocks[compact // block_size].astype(np.int64) * block_size + compact % block_size
-    own = np.arange(before, before + tokens.stop - tokens.start, dtype=np.int64)
-    return RangedRow(tokens, slots, np.concatenate([retained, own]), sink, ring)
+    which = np.full(len(retained), row)
+    own = np.arange(before, after, dtype=np.int64)
+    keys = RangedRow(
+        tokens=slice(start, start + after - before),
+        slots=rows.slots(which, rows.compact(which, retained)),
+        positions=np.concatenate([retained, own]),
+        sink=sink,
+        ring=ring,
+    )
+    if position_limit is None or after <= position_limit:
+        return keys
+    # Retained keys have been turned to the step's first token.
+    fallbacks = num_fallbacks(np.maximum(keys.positions, before), capacity, position_limit)
+    if fallbacks[0] == fallbacks[-1]:
+        return keys
+    return replace(keys, fallbacks=fallbacks, period=position_limit - int(capacity))

@@ -43,12 +43,14 @@ def _before_config(args: Any) -> Callable[[], None]:
                 getattr(args, name),
                 "cannot be combined with --kv-plugin bounded, which brings its own",
             )
+    put_back = compat.lift_length_limit()
     block_size = args.block_size
     if block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE
 
     def undo() -> None:
         args.block_size = block_size
+        put_back()
 
     return undo
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from vllm_bounded_kv.config import SinkWindow
 from vllm_bounded_kv.layout import immutable_blocks, num_valid, ring_capacity, slot_blocks
+from vllm_bounded_kv.positions import LIMIT_IN_CAPACITIES
 
 DEFAULT_WINDOW = 2048
-POSITION_MODES = ("absolute",)
+ABSOLUTE, REBASE = POSITION_MODES = ("absolute", "rebase")
 REQUEST_KEYS = ("kv_source_len", "kv_sink", "kv_window")
 
 
@@ -98,8 +99,11 @@ class EnginePolicy:
     """Longest source prefix a request may declare; slots are sized for it."""
     max_slots: int | None = None
     """Streams admitted at once. `None`: as many as the pool holds, up to `max_num_seqs`."""
-    positions: str = "absolute"
-    """How rotary positions follow the stream: `absolute` uses the stream position itself."""
+    positions: str | None = None
+    """How rotary positions follow the stream: `absolute` is the stream position itself, `rebase`
+    falls back before the model's run out. `None`: `rebase` where the model supports it."""
+    position_limit: int | None = None
+    """Where `rebase` falls back. `None`: four times the largest stream, or what the model knows."""
     window_includes_step: bool = True
     """Whether the window counts the query's own entry, as vLLM's `sliding_window` does."""
     retention: str | None = None
@@ -113,7 +117,9 @@ class EnginePolicy:
         _require_int("max_source_len", self.max_source_len, 0)
         if self.max_slots is not None:
             _require_int("max_slots", self.max_slots, 1)
-        if self.positions not in POSITION_MODES:
+        if self.position_limit is not None:
+            _require_int("position_limit", self.position_limit, 1)
+        if self.positions is not None and self.positions not in POSITION_MODES:
             raise PolicyError(
                 "positions", self.positions, f"must be one of {', '.join(POSITION_MODES)}"
             )
@@ -140,11 +146,15 @@ class EnginePolicy:
         """The plain mapping that `from_mapping` reads: what travels between processes."""
         return dataclasses.asdict(self)
 
-    def resolve(self, max_model_len: int) -> EnginePolicy:
-        """Settle the window and check that one slot fits in the model's length.
+    def resolve(
+        self, max_model_len: int, max_positions: int | None = None, why_not: str | None = None
+    ) -> EnginePolicy:
+        """Settle window and positions, and check that one slot fits in the model's length.
 
         Args:
             max_model_len: the longest stream the server allows, in tokens.
+            max_positions: rotary positions that the model knows; `None`: it does not say.
+            why_not: why the model's positions cannot fall back; `None`: they can.
         """
         policy = self
         if self.window is None and self.retention is None:
@@ -163,7 +173,42 @@ class EnginePolicy:
                 f"is larger than max_model_len={max_model_len}; lower the window or the sink "
                 "(max_source_len counts as sink)",
             )
-        return policy
+        return policy._resolve_positions(max_positions, why_not)
+
+    def _resolve_positions(self, max_positions: int | None, why_not: str | None) -> EnginePolicy:
+        capacity = self.largest.capacity
+        if max_positions is None:
+            why_not = why_not or "it does not say how many positions it knows"
+        elif capacity >= max_positions and why_not is None:
+            why_not = f"sink + window={capacity} leave none of its {max_positions} positions over"
+        positions = self.positions or (ABSOLUTE if why_not else REBASE)
+        if positions == ABSOLUTE:
+            if self.position_limit is not None:
+                raise PolicyError(
+                    "--bounded-kv-position-limit",
+                    self.position_limit,
+                    "has no effect with --bounded-kv-positions absolute"
+                    + ("" if self.positions else f", which this model needs: {why_not}"),
+                )
+            return dataclasses.replace(self, positions=positions)
+        if why_not:
+            raise PolicyError(
+                "--bounded-kv-positions",
+                positions,
+                f"not for this model: {why_not}; use --bounded-kv-positions absolute",
+            )
+        assert max_positions is not None
+        limit = self.position_limit
+        if limit is None:
+            limit = min(max_positions, LIMIT_IN_CAPACITIES * capacity)
+        if not capacity < limit <= max_positions:
+            raise PolicyError(
+                "--bounded-kv-position-limit",
+                limit,
+                f"must be above sink + window={capacity} and at most the model's {max_positions} "
+                "positions (max_position_embeddings)",
+            )
+        return dataclasses.replace(self, positions=positions, position_limit=limit)
 
     @cached_property
     def _by_source_len(self) -> tuple[StreamPolicy, ...]:

@@ -7,6 +7,7 @@ any length costs what its window costs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from vllm_bounded_kv.engine.plan import RangedRow
+from vllm_bounded_kv.engine.rotary import Rotary, Rotation
+from vllm_bounded_kv.engine.rows import Ints
 
 TILE = 128
 """Queries a tile. Of 64 to 512, the best or near it for windows of 252 to 2,044 (2,048 queries,
@@ -29,6 +32,8 @@ class Tile:
     window: slice
     mask: torch.Tensor
     """`[group * tile, sink + window]`, 0 or -inf, in the model's dtype."""
+    turn: Rotation | None = None
+    """Of the window's keys, where the queries' rotary position has fallen back since."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +46,24 @@ class RangedAttention:
     tiles: list[Tile]
 
 
-def prepare(row: RangedRow, group: int, dtype: torch.dtype) -> RangedAttention:
+def prepare(
+    row: RangedRow, group: int, dtype: torch.dtype, rotary: Rotary | None = None
+) -> RangedAttention:
     """Cut a row into tiles and build their masks.
 
     Args:
         row: the row, as planned.
         group: query heads per KV head; their queries are folded into one.
         dtype: the queries' dtype.
+        rotary: of the model, for rows whose positions fall back in mid-step.
     """
     keys = row.positions
     num_tokens = row.tokens.stop - row.tokens.start
     first = int(keys[-1]) + 1 - num_tokens
+    own = slice(len(keys) - num_tokens, None)
     num_sink = int(np.searchsorted(keys, row.sink))
     tiles = []
-    for start in range(0, num_tokens, TILE):
-        stop = min(start + TILE, num_tokens)
+    for start, stop in _cuts(num_tokens, None if row.fallbacks is None else row.fallbacks[own]):
         queries = np.arange(first + start, first + stop)
         lo = max(num_sink, int(np.searchsorted(keys, queries[0] - row.ring + 1)))
         hi = max(num_sink, int(np.searchsorted(keys, queries[-1], side="right")))
@@ -64,8 +72,27 @@ def prepare(row: RangedRow, group: int, dtype: torch.dtype) -> RangedAttention:
         allowed = (age >= 0) & ((age < row.ring) | (seen < row.sink))
         mask = torch.zeros(allowed.shape, dtype=dtype)
         mask.masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-        tiles.append(Tile(slice(start, stop), num_sink, slice(lo, hi), mask.repeat(group, 1)))
+        turn = None
+        if row.fallbacks is not None:
+            assert rotary is not None
+            missing = row.fallbacks[own][start] - row.fallbacks[lo:hi]
+            if missing.any():
+                turn = rotary.rotation(-missing * row.period)
+        window = slice(lo, hi)
+        tiles.append(Tile(slice(start, stop), num_sink, window, mask.repeat(group, 1), turn))
     return RangedAttention(row.tokens, torch.from_numpy(row.slots), tiles)
+
+
+def _cuts(num_tokens: int, fallbacks: Ints | None) -> Iterator[tuple[int, int]]:
+    """Ranges of queries: at most `TILE` of them, all between the same two fallbacks."""
+    ends = [num_tokens]
+    if fallbacks is not None:
+        ends = [*(np.flatnonzero(np.diff(fallbacks)) + 1).tolist(), num_tokens]
+    start = 0
+    for end in ends:
+        for tile in range(start, end, TILE):
+            yield tile, min(tile + TILE, end)
+        start = end
 
 
 def attend(
@@ -95,7 +122,7 @@ def attend(
         q = q.reshape(num_kv_heads, -1, head_dim)
         out = F.scaled_dot_product_attention(
             q[None],
-            _seen(keys, tile)[None],
+            _seen(keys, tile, tile.turn)[None],
             _seen(values, tile)[None],
             attn_mask=tile.mask,
             scale=scale,
@@ -104,6 +131,8 @@ def attend(
         output[tile.queries] = out.flatten(1, 2)
 
 
-def _seen(entries: torch.Tensor, tile: Tile) -> torch.Tensor:
+def _seen(entries: torch.Tensor, tile: Tile, turn: Rotation | None = None) -> torch.Tensor:
     window = entries[:, tile.window]
+    if turn is not None:
+        window = turn(window)
     return torch.cat([entries[:, : tile.sink], window], dim=1) if tile.sink else window

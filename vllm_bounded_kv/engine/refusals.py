@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
+from vllm_bounded_kv.engine import rope
+from vllm_bounded_kv.engine.policy import ABSOLUTE, EnginePolicy, PolicyError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -99,11 +100,16 @@ def check_positions(config: VllmConfig, policy: EnginePolicy) -> None:
     beyond its table without saying so.
     """
     model = config.model_config
-    table = getattr(model.hf_text_config, "max_position_embeddings", None)
-    if policy.positions == "absolute" and table is not None and model.max_model_len > table:
+    if policy.positions != ABSOLUTE:
+        return
+    table = rope.max_positions(model)
+    if table is not None and model.max_model_len > table:
+        why_not = rope.why_not_rebase(model)
+        remedy = f" (rebase does not serve this model: {why_not})" if why_not else ", or rebase"
         raise PolicyError(
             "--max-model-len",
             model.max_model_len,
             f"is beyond the model's {table} rotary positions (max_position_embeddings), which "
-            f"--bounded-kv-positions absolute cannot exceed; use at most {table}",
+            f"--bounded-kv-positions absolute cannot exceed; use at most {table}{remedy}",
         )
+    model.get_and_verify_max_len(model.max_model_len)

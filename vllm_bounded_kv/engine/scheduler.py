@@ -65,10 +65,12 @@ class BoundedSchedulerMixin:
         num_layers = len(group.layer_names)
         self.block_bytes = spec.page_size_bytes * num_layers
         largest = self.bounded_policy.largest
+        limit = self.bounded_policy.position_limit
         immutable = largest.num_immutable_blocks(spec.block_size)
         logger.info(
             "Bounded KV cache: %s bytes a slot (sink %d + window %d entries in %d blocks of %d); "
-            "%d slots in a pool of %d blocks; %d source blocks a stream can share.",
+            "%d slots in a pool of %d blocks; %d source blocks a stream can share. "
+            "Rotary positions: %s.",
             f"{self.slot_blocks * self.block_bytes:,}",
             largest.sink,
             largest.ring,
@@ -77,6 +79,7 @@ class BoundedSchedulerMixin:
             self.num_slots,
             pool_blocks,
             immutable,
+            f"rebase, falling back at {limit:,}" if limit else "absolute",
         )
 
     def add_request(self, request: Request) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from vllm_bounded_kv.engine import rope
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ def settle(additional_config: Mapping[str, Any], vllm_config: VllmConfig) -> dic
         if not isinstance(source, Mapping):
             raise PolicyError(POLICY_KEY, source, "must be a mapping of settings")
         written.update(source)
-    policy = EnginePolicy.from_mapping(written).resolve(model_config.max_model_len)
+    policy = EnginePolicy.from_mapping(written).resolve(
+        model_config.max_model_len,
+        rope.max_positions(model_config),
+        rope.why_not_rebase(model_config),
+    )
     settled = {k: v for k, v in additional_config.items() if k != FILE_KEY}
     settled[POLICY_KEY] = policy.to_mapping()
     return settled

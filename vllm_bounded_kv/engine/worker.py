@@ -9,8 +9,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_bounded_kv.engine import compat
+from vllm_bounded_kv.engine import compat, rope
 from vllm_bounded_kv.engine.backend import BoundedCPUAttentionBackend
+from vllm_bounded_kv.engine.metadata import BoundedCPUMetadataBuilder
 from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.refusals import UnsupportedError
 from vllm_bounded_kv.engine.settings import policy_of
@@ -82,3 +83,15 @@ class BoundedCPUWorker(CPUWorker):
         for table in self.model_runner.input_batch.block_table.block_tables:
             table.slot_mapping_mode = SlotMappingMode.NONE
             table.slot_mapping.np.fill(-1)
+        self._give_rotary()
+
+    def _give_rotary(self) -> None:
+        limit = self.bounded_policy.position_limit
+        if limit is None:
+            return
+        rotary = rope.rotary_of(self.model_runner.model, self._specs, limit)
+        for groups in self.model_runner.attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder()
+                assert isinstance(builder, BoundedCPUMetadataBuilder)
+                builder.rotary = rotary

@@ -1,0 +1,206 @@
+"""Streams whose rotary positions fall back, against the oracle that applies `v(p)` as defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from support.engine import LOGPROB_TOL, Answer, Ask, Engine, expect_exact
+from support.oracle_llama import OracleLlama, Rebase, bounded_mask, check_tokens
+from support.tiny_llama import TinyLlama, cached_tiny_llama, random_prompt
+from vllm_bounded_kv.engine import backend
+from vllm_bounded_kv.engine.rotary import Rotation
+
+SINK, WINDOW, MAX_SOURCE = 5, 60, 64
+CAPACITY, LARGEST = SINK + WINDOW, MAX_SOURCE + WINDOW
+LIMIT = 200
+PERIOD = LIMIT - CAPACITY
+POLICY = {"sink": SINK, "window": WINDOW, "max_source_len": MAX_SOURCE, "positions": "rebase"}
+
+PROMPT_LENS = [1, CAPACITY, LIMIT - 1, LIMIT, LIMIT + 1, LIMIT + PERIOD, LIMIT + 5 * PERIOD]
+CHUNKS = [1, 7, 32, 2 * PERIOD, None]
+OVER_SOURCE = {"kv_source_len": MAX_SOURCE}
+
+
+@pytest.fixture(scope="module")
+def rebasing_engine(tiny_model: Path) -> Iterator[Engine]:
+    engine = Engine(tiny_model, {**POLICY, "position_limit": LIMIT})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(rebasing_engine: Engine) -> Iterator[Engine]:
+    rebasing_engine.forget_prefixes()
+    yield rebasing_engine
+    rebasing_engine.check_all_free()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("prompt_len", PROMPT_LENS)
+def test_prompt_lengths_and_chunks(
+    engine: Engine, oracle: OracleLlama, prompt_len: int, chunk: int | None
+) -> None:
+    ask = Ask(random_prompt(prompt_len, seed=prompt_len), max_tokens=24)
+    (answer,) = engine.run([ask], chunk=chunk)
+    expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+
+
+def test_decoding_through_four_boundaries(engine: Engine, oracle: OracleLlama) -> None:
+    ask = Ask(random_prompt(20, seed=1), max_tokens=LIMIT + 4 * PERIOD)
+    (answer,) = engine.run([ask])
+    expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+
+
+@pytest.mark.parametrize("chunk", [13, 64, None])
+def test_eight_mixed_requests(engine: Engine, oracle: OracleLlama, chunk: int | None) -> None:
+    """Each with a period of its own."""
+    policies = [(5, 60), (0, 33), (40, 50), (64, 60), (1, 1), (32, 32), (7, 50), (64, 17)]
+    asks = [
+        Ask(
+            random_prompt(11 + 67 * i, seed=i),
+            max_tokens=130 + 31 * i,
+            args={"kv_sink": sink, "kv_window": window},
+        )
+        for i, (sink, window) in enumerate(policies)
+    ]
+    for ask, answer, policy in zip(asks, engine.run(asks, chunk=chunk), policies, strict=True):
+        expect_exact(oracle, ask, answer, *policy, limit=LIMIT)
+
+
+def test_a_shared_source_does_not_turn(engine: Engine, oracle: OracleLlama) -> None:
+    """Streams over it stand at different positions, and a late one hits it unharmed."""
+    source = random_prompt(MAX_SOURCE, seed=7)
+    asks = [
+        Ask(source + random_prompt(n, seed=n), max_tokens=300, args=OVER_SOURCE)
+        for n in (3, 150, 400)
+    ]
+    answers = engine.run(asks)
+    late = Ask(source + random_prompt(9, seed=9), max_tokens=60, args=OVER_SOURCE)
+    answers += engine.run([late])
+    assert [a.num_cached for a in answers] == [0, MAX_SOURCE, MAX_SOURCE, MAX_SOURCE]
+    for ask, answer in zip([*asks, late], answers, strict=True):
+        expect_exact(oracle, ask, answer, MAX_SOURCE, WINDOW, limit=LIMIT)
+
+
+@pytest.mark.parametrize("step", [100, 330, 400])
+def test_a_preempted_stream_is_recomputed(engine: Engine, oracle: OracleLlama, step: int) -> None:
+    def preempt(number: int) -> None:
+        if number == step:
+            assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    ask = Ask(random_prompt(20, seed=2), max_tokens=LIMIT + 2 * PERIOD)
+    (answer,) = engine.run([ask], on_step=preempt)
+    expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+
+
+# --- controls: these tests can fail
+
+
+def is_exact(oracle: OracleLlama, ask: Ask, answer: Answer) -> bool:
+    return check_tokens(
+        oracle,
+        ask.prompt,
+        answer.tokens,
+        lambda n: bounded_mask(n, SINK, WINDOW),
+        logprobs=answer.logprobs,
+        logprob_tol=LOGPROB_TOL,
+        rebase=Rebase(SINK, CAPACITY, LIMIT),
+    ).exact
+
+
+def turn_nothing(turn: Callable[..., None], cache: torch.Tensor, what: Any) -> None:
+    pass
+
+
+def turn_twice(turn: Callable[..., None], cache: torch.Tensor, what: Any) -> None:
+    turn(cache, what)
+    turn(cache, what)
+
+
+def turn_the_sink(turn: Callable[..., None], cache: torch.Tensor, what: Any) -> None:
+    """Of the only stream, whose slot begins in the block of its ring's first key."""
+    turn(cache, what)
+    first = what.slots[:SINK] - SINK
+    rotation = Rotation(what.rotation.cos[:SINK], what.rotation.sin[:SINK], what.rotation.is_neox)
+    turn(cache, type(what)(first, rotation))
+
+
+@pytest.mark.parametrize("wrong", [turn_nothing, turn_twice, turn_the_sink, None])
+def test_control_keys_turned_wrongly_are_noticed(
+    engine: Engine, oracle: OracleLlama, monkeypatch: pytest.MonkeyPatch, wrong: Any
+) -> None:
+    turn = backend.turn
+    if wrong is not None:
+        monkeypatch.setattr(backend, "turn", lambda cache, what: wrong(turn, cache, what))
+    ask = Ask(random_prompt(20, seed=1), max_tokens=LIMIT + 40)
+    (answer,) = engine.run([ask])
+    assert is_exact(oracle, ask, answer) == (wrong is None)
+
+
+# --- other engines: they come last, for ending one takes away what another needs
+
+
+@pytest.mark.parametrize("limit", [LARGEST + 1, LARGEST + 9, None])
+def test_limits(tiny_model: Path, oracle: OracleLlama, limit: int | None) -> None:
+    """From a period of one token to the default; far beyond what the model knows."""
+    engine = Engine(
+        tiny_model,
+        {**POLICY, "position_limit": limit},
+        max_model_len=2_000_000,
+        max_num_seqs=4,
+    )
+    try:
+        policy = engine.scheduler.bounded_policy
+        assert (policy.positions, policy.position_limit) == ("rebase", limit or 4 * LARGEST)
+        asks = [
+            Ask(random_prompt(n, seed=n), max_tokens=80, args=args)
+            for n, args in ((100, OVER_SOURCE), (4 * LARGEST + 90, OVER_SOURCE), (700, {}))
+        ]
+        sinks = [MAX_SOURCE, MAX_SOURCE, SINK]
+        for chunk in (40, None):
+            engine.forget_prefixes()
+            for ask, answer, sink in zip(asks, engine.run(asks, chunk=chunk), sinks, strict=True):
+                expect_exact(oracle, ask, answer, sink, WINDOW, limit=policy.position_limit)
+    finally:
+        engine.close()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 2048},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotary_kinds(tmp_path: Path, kind: str) -> None:
+    scaling = tuple({"rope_type": kind, **KINDS[kind]}.items())
+    model = cached_tiny_llama(tmp_path, TinyLlama(rope_scaling=scaling))
+    oracle = OracleLlama.from_folder(model)
+    engine = Engine(model, {**POLICY, "position_limit": LIMIT}, max_model_len=100_000)
+    try:
+        asks = [Ask(random_prompt(n, seed=n), max_tokens=150) for n in (30, 190, 900)]
+        for ask, answer in zip(asks, engine.run(asks, chunk=150), strict=True):
+            expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+    finally:
+        engine.close()
+
+
+def test_compiled(tiny_model: Path, oracle: OracleLlama) -> None:
+    engine = Engine(tiny_model, {**POLICY, "position_limit": LIMIT}, enforce_eager=False)
+    try:
+        asks = [Ask(random_prompt(n, seed=n), max_tokens=300) for n in (20, 190, 900)]
+        for ask, answer in zip(asks, engine.run(asks, chunk=150), strict=True):
+            expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+    finally:
+        engine.close()
