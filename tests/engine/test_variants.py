@@ -30,6 +30,22 @@ def asks_around(sink: int, window: int, **kwargs: Any) -> list[Ask]:
     return [Ask(random_prompt(n, seed=n), max_tokens=60, **kwargs) for n in lengths]
 
 
+def test_a_seed_says_the_same_however_its_prompt_is_cut(tiny_model: Path) -> None:
+    """Samples after a part of the prompt are discarded, and must leave the generator alone."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=40, ignore_eos=True)
+    greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    said = []
+    with an_engine(tiny_model, {"sink": 4, "window": 60, "positions": "absolute"}) as engine:
+        for chunk in (None, 7, 50):
+            with engine.chunk(chunk):
+                prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in (5, 300)]
+                outputs = engine.llm.generate(prompts, [greedy, params], use_tqdm=False)
+            said.append(list(outputs[1].outputs[0].token_ids))
+    assert said[0] == said[1] == said[2]
+
+
 @pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None,
     reason="torch.compile needs a C++ compiler",

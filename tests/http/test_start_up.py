@@ -69,7 +69,7 @@ SHORT = ["--max-model-len", "512"]
         (["--speculative-config", SPECULATION], "speculative decoding .--speculative-config"),
         (["--kv-transfer-config", CONNECTOR], "KV connectors .*--kv-transfer-config"),
         (["--kv-offloading-size", "1"], "offloading .*--kv-offloading-size"),
-        (["--kv-cache-dtype", "fp8"], "quantised KV cache .--kv-cache-dtype fp8"),
+        (["--kv-cache-dtype", "fp8"], "quantised KV cache.*--kv-cache-dtype fp8"),
         (["--data-parallel-size", "2"], "--data-parallel-size 2"),
         (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
         (["--kv-sharing-fast-prefill"], "cross-layer KV sharing"),

@@ -277,6 +277,19 @@ def test_a_position_limit_of_absolute_positions_is_refused() -> None:
         EnginePolicy(window=96, positions="absolute", position_limit=500).resolve(MAX_LEN, 8192)
 
 
+def test_the_default_window_leaves_positions_over_where_streams_outlive_them() -> None:
+    policy = EnginePolicy().resolve(1_000_000, 2048)
+    assert (policy.window, policy.positions, policy.position_limit) == (1020, "rebase", 2048)
+    assert EnginePolicy().resolve(2048, 2048).window == 2044
+
+
+@pytest.mark.parametrize("values", [{"sink": 9}, {"window_includes_step": False}])
+def test_a_callable_stands_alone(values: dict[str, Any]) -> None:
+    ((field, value),) = values.items()
+    with refusal(field, value, "is decided by retention"):
+        EnginePolicy(max_source_len=10, retention=f"{THIS}:voice_policy", **values)
+
+
 def test_a_window_that_leaves_no_position_over_cannot_rebase() -> None:
     with refusal("--bounded-kv-positions", "rebase", "sink + window=100", "100 positions"):
         EnginePolicy(window=96, positions="rebase").resolve(MAX_LEN, 100)

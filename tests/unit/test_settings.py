@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from vllm_bounded_kv import SinkWindow
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 from vllm_bounded_kv.engine.settings import is_enabled, policy_of, settle
 
@@ -27,6 +28,7 @@ def engine(
         hf_text_config=hf_config,
         max_model_len=max_model_len,
         architectures=[architecture],
+        model_impl="auto",
         use_mla=False,
         uses_mrope=False,
         uses_alibi=False,
@@ -102,6 +104,31 @@ def test_each_source_overrides_the_ones_before(tmp_path: Path) -> None:
 def test_nothing_given_is_the_defaults() -> None:
     expected = EnginePolicy(window=2048, positions="absolute")
     assert settled(asked()) == expected.to_mapping()
+
+
+@pytest.mark.parametrize(
+    ("model_policy", "flags", "expected"),
+    [
+        ({"position_limit": 4096}, {"positions": "absolute"}, ("absolute", None, 2048, None)),
+        ({"retention": f"{__name__}:half"}, {"window": 50}, ("rebase", 216, 50, None)),
+        (
+            {"sink": 9, "window": 50, "window_includes_step": False},
+            {"retention": f"{__name__}:half"},
+            ("rebase", 64, None, f"{__name__}:half"),
+        ),
+    ],
+)
+def test_a_later_source_drops_what_its_choice_makes_meaningless(
+    model_policy: dict[str, Any], flags: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    config = engine(model_policy, architecture="LlamaForCausalLM")
+    policy = settle(asked(bounded_kv=flags), config)["bounded_kv"]
+    names = ("positions", "position_limit", "window", "retention")
+    assert tuple(policy[name] for name in names) == expected
+
+
+def half(source_len: int) -> SinkWindow:
+    return SinkWindow(8, 8, window_includes_step=True)
 
 
 def test_positions_fall_back_where_the_model_supports_it() -> None:

@@ -13,6 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
@@ -130,10 +131,12 @@ def lift_length_limit() -> Callable[[], None]:
 
 
 def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> None:
-    """Patch: `InputProcessor.process_inputs` and `AsyncLLM.generate`. Requests that the policy
+    """Patch: `InputProcessor.process_inputs`, `AsyncLLM.generate` and
+    `AsyncLLM._add_streaming_input_request`. Requests that the policy
     refuses must get a 400 before a stream starts; vLLM has no validation hook for extra
     arguments, and checks a streamed request only after its status has gone out (`generate` is an
-    async generator: nothing of it runs before the first token is awaited).
+    async generator: nothing of it runs before the first token is awaited). A session's prompt
+    arrives in pieces, behind a stand-in of one token.
 
     Args:
         check: called with the `VllmConfig`, the params and the number of prompt tokens (`None`
@@ -147,8 +150,7 @@ def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> N
     def make_process(original: Callable[..., Any]) -> Callable[..., Any]:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
-            # A later piece of a streaming input repeats arguments that the first one settled.
-            num_tokens = None if request.resumable else _num_prompt_tokens(request)
+            num_tokens = None if _in_session.get() else _num_prompt_tokens(request)
             check(self.vllm_config, request.sampling_params, num_tokens)
             return request
 
@@ -163,8 +165,23 @@ def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> N
 
         return generate
 
+    def make_session(original: Callable[..., Any]) -> Callable[..., Any]:
+        async def _add_streaming_input_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            token = _in_session.set(True)  # the task that reads the pieces inherits it
+            try:
+                return await original(self, *args, **kwargs)
+            finally:
+                _in_session.reset(token)
+
+        return _add_streaming_input_request
+
     _wrap(InputProcessor, "process_inputs", make_process)
     _wrap(AsyncLLM, "generate", make_generate)
+    _wrap(AsyncLLM, "_add_streaming_input_request", make_session)
+
+
+_in_session: ContextVar[bool] = ContextVar("bounded_kv_in_session", default=False)
+"""Whether an input is a piece of a session's, none of which need contain the declared source."""
 
 
 def _num_prompt_tokens(prompt: Any) -> int | None:
@@ -229,6 +246,43 @@ def install_endpoint(make_plugin: Callable[[], Any]) -> None:
         return load_endpoint_plugins
 
     _wrap(vllm.plugins, "load_endpoint_plugins", make)
+
+
+def rewind_cpu_generators(runner: Any) -> None:
+    """Patch: one CPU runner's `_sample` and `_bookkeeping_sync`. A request with a seed samples a
+    token after each chunk of its prompt, which is discarded; vLLM then moves its generator back by
+    an offset, which CPU generators do not have: `RuntimeError`, and the engine ends. Long prompts
+    are what bounded streams are for. So those generators are put back here, and kept from vLLM's
+    own attempt.
+
+    Remove when vLLM can rewind CPU generators.
+    """
+    for name in ("_sample", "_bookkeeping_sync"):
+        if not hasattr(runner, name):
+            raise RuntimeError(f"vLLM no longer has {type(runner).__name__}.{name}")
+    sample, bookkeep = runner._sample, runner._bookkeeping_sync
+
+    def discarded() -> dict[int, Any]:
+        mask = runner.discard_request_mask.np
+        return {i: g for i, g in runner.input_batch.generators.items() if mask[i]}
+
+    def _sample(*args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in discarded().values()]
+        output = sample(*args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def _bookkeeping_sync(*args: Any, **kwargs: Any) -> Any:
+        hidden = discarded()
+        for index in hidden:
+            del runner.input_batch.generators[index]
+        try:
+            return bookkeep(*args, **kwargs)
+        finally:
+            runner.input_batch.generators.update(hidden)
+
+    runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
 
 
 @contextmanager

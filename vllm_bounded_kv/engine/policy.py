@@ -21,6 +21,7 @@ from vllm_bounded_kv.config import SinkWindow
 from vllm_bounded_kv.layout import immutable_blocks, num_valid, ring_capacity, slot_blocks
 from vllm_bounded_kv.positions import LIMIT_IN_CAPACITIES
 
+DEFAULT_SINK = 4
 DEFAULT_WINDOW = 2048
 ABSOLUTE, REBASE = POSITION_MODES = ("absolute", "rebase")
 REQUEST_KEYS = ("kv_source_len", "kv_sink", "kv_window")
@@ -90,7 +91,7 @@ class EnginePolicy:
         PolicyError: (a `ValueError`) naming the field, its value and the limit.
     """
 
-    sink: int = 4
+    sink: int = DEFAULT_SINK
     """Entries kept from the start of every stream (attention sinks)."""
     window: int | None = None
     """Most recent entries kept, the query's own included. `None`: `min(2048, what fits the
@@ -128,6 +129,12 @@ class EnginePolicy:
             raise PolicyError(
                 "window", self.window, "is decided by retention; give one or the other"
             )
+        if self.retention is not None and self.sink != DEFAULT_SINK:
+            raise PolicyError("sink", self.sink, "is decided by retention; give one or the other")
+        if self.retention is not None and not self.window_includes_step:
+            raise PolicyError(
+                "window_includes_step", False, "is decided by retention, in its SinkWindow"
+            )
         if self.retention is not None:
             _ = self._by_source_len  # a callable is evaluated once per source length, now
 
@@ -163,6 +170,9 @@ class EnginePolicy:
                 raise PolicyError(
                     "sink", self.max_sink, f"leaves no window within max_model_len={max_model_len}"
                 )
+            if max_positions is not None and max_model_len > max_positions and not why_not:
+                # Positions must fall back, and need room to do so.
+                room = min(room, max(1, max_positions // 2 - self.max_sink))
             policy = dataclasses.replace(self, window=min(DEFAULT_WINDOW, room))
         largest = policy.largest
         # A window that keeps one entry more still spans max_model_len entries at most.
@@ -180,7 +190,10 @@ class EnginePolicy:
         if max_positions is None:
             why_not = why_not or "it does not say how many positions it knows"
         elif capacity >= max_positions and why_not is None:
-            why_not = f"sink + window={capacity} leave none of its {max_positions} positions over"
+            why_not = (
+                f"sink + window={capacity} leave none of its {max_positions} positions over; lower "
+                "--bounded-kv-window"
+            )
         positions = self.positions or (ABSOLUTE if why_not else REBASE)
         if positions == ABSOLUTE:
             if self.position_limit is not None:
@@ -195,7 +208,7 @@ class EnginePolicy:
             raise PolicyError(
                 "--bounded-kv-positions",
                 positions,
-                f"not for this model: {why_not}; use --bounded-kv-positions absolute",
+                f"not for this model: {why_not}, or use --bounded-kv-positions absolute",
             )
         assert max_positions is not None
         limit = self.position_limit

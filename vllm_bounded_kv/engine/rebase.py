@@ -5,6 +5,10 @@ stream's ring is rotated as if written in the period of the stream's last token.
 first token begins a period has its ring turned before anything else happens; a row of several
 tokens that runs into a period in mid-step turns what its queries read (see `ranged`), and in the
 end what it leaves behind. Keys of the sink never turn: they may be shared.
+
+A stream's tokens are planned once each, in order (or from the first again, after a preemption). An
+asynchronous scheduler that runs one token past the end of a session's turn and then goes back
+would break that at a period's first token; vLLM has none on CPUs.
 """
 
 from __future__ import annotations

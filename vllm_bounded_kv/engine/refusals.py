@@ -48,8 +48,9 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
             "Remove the flag.",
         ),
         (
-            cache.cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
-            f"a quantised KV cache (--kv-cache-dtype {cache.cache_dtype})",
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            f"a quantised KV cache, or one of another dtype than the model's {model.dtype} "
+            f"(--kv-cache-dtype {cache.cache_dtype})",
             "Use --kv-cache-dtype auto.",
         ),
         (
@@ -102,10 +103,14 @@ def check_positions(config: VllmConfig, policy: EnginePolicy) -> None:
     model = config.model_config
     if policy.positions != ABSOLUTE:
         return
-    table = rope.max_positions(model)
+    table = rope.table_length(model)
     if table is not None and model.max_model_len > table:
-        why_not = rope.why_not_rebase(model)
-        remedy = f" (rebase does not serve this model: {why_not})" if why_not else ", or rebase"
+        why_not, capacity = rope.why_not_rebase(model), policy.largest.capacity
+        remedy = ", or rebase"
+        if why_not:
+            remedy = f" (rebase does not serve this model: {why_not})"
+        elif capacity >= table:
+            remedy = f", or lower sink + window={capacity} below that, for rebase"
         raise PolicyError(
             "--max-model-len",
             model.max_model_len,

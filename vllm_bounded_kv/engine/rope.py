@@ -22,13 +22,33 @@ ARCHITECTURES = (
     "Qwen3ForCausalLM",
 )
 ROPE_TYPES = ("default", "llama3", "linear", "yarn")
-TABLE_TOLERANCE = 1e-5
+TABLE_TOLERANCE = 2e-2
+"""Between a rotary table and its frequencies: vLLM rounds angles to float32, which is 8e-3 at
+position 131,072."""
 
 
 def max_positions(model_config: Any) -> int | None:
-    """Positions that the model knows: its `max_position_embeddings`."""
-    count: int | None = getattr(model_config.hf_text_config, "max_position_embeddings", None)
+    """Positions that the model knows: its `max_position_embeddings`, as far as its table goes."""
+    text = model_config.hf_text_config
+    count: int | None = getattr(text, "max_position_embeddings", None)
+    rope = _rope_parameters(text)
+    original = rope.get("original_max_position_embeddings")
+    if count is not None and original and rope.get("rope_type") == "yarn":
+        return min(count, int(original * rope.get("factor", 1.0)))
     return count
+
+
+def table_length(model_config: Any) -> int | None:
+    """Rows of the model's rotary table: linear scaling stretches `max_position_embeddings`."""
+    count = max_positions(model_config)
+    rope = _rope_parameters(model_config.hf_text_config)
+    if count is not None and rope.get("rope_type") == "linear":
+        return int(count * rope.get("factor", 1.0))
+    return count
+
+
+def _rope_parameters(text: Any) -> dict[str, Any]:
+    return getattr(text, "rope_parameters", None) or {}
 
 
 def why_not_rebase(model_config: Any) -> str | None:
@@ -38,9 +58,11 @@ def why_not_rebase(model_config: Any) -> str | None:
         model_config: vLLM's `ModelConfig`.
     """
     text = model_config.hf_text_config
-    rope = getattr(text, "rope_parameters", None) or {}
+    rope = _rope_parameters(text)
     rope_type = rope.get("rope_type", "default")
     unknown = [a for a in model_config.architectures if a not in ARCHITECTURES]
+    if model_config.model_impl not in ("auto", "vllm"):
+        return f"--model-impl {model_config.model_impl} hides its rotary embedding"
     if model_config.use_mla:
         return "multi-head latent attention (MLA) keeps no rotated keys"
     if model_config.uses_mrope:
@@ -82,18 +104,30 @@ def rotary_of(model: torch.nn.Module, layer_names: Iterable[str], limit: int) ->
         raise ValueError(_refusal(f"its layers use {len(embeddings)} rotary embeddings"))
     (embedding,) = embeddings.values()
     frequencies = _frequencies(embedding)
-    table = embedding.cos_sin_cache.double()
+    table = embedding.cos_sin_cache
     if len(table) < limit:
         raise ValueError(_refusal(f"its rotary table has {len(table)} rows, not {limit}"))
-    cos, sin = table[1].numpy().reshape(2, -1)
-    if np.abs(np.arctan2(sin, cos) - frequencies).max() > TABLE_TOLERANCE:
+    exact = embedding._compute_cos_sin_cache()  # the table in use is rounded to the model's dtype
+    if not _is_table_of(exact, frequencies) or not torch.equal(table, exact.to(table.dtype)):
         raise ValueError(_refusal("its rotary table is not what its frequencies give"))
     return Rotary(frequencies, bool(embedding.is_neox_style))
+
+
+def _is_table_of(table: torch.Tensor, frequencies: Any) -> bool:
+    """Whether `[rows, 2 * n]` cosines and sines, at any magnitude, turn by `n` frequencies."""
+    for row in (1, len(table) - 1):
+        cos, sin = table[row].double().numpy().reshape(2, -1)
+        turned = (cos + 1j * sin) / np.hypot(cos, sin)
+        if np.abs(turned - np.exp(1j * row * frequencies)).max() > TABLE_TOLERANCE:
+            return False
+    return True
 
 
 def _frequencies(embedding: Any) -> Any:
     """Radians a position; the classes are vLLM's, told apart by their exact names."""
     kind = type(embedding).__name__
+    if embedding is None:
+        raise ValueError(_refusal("its attention layers have no rotary_emb beside them"))
     if kind in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
         frequencies = embedding._compute_inv_freq(embedding.base)
     elif kind == "YaRNScalingRotaryEmbedding":

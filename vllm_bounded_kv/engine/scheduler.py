@@ -98,8 +98,10 @@ class BoundedSchedulerMixin:
             PolicyError: when the server does not allow it.
         """
         params = request.sampling_params
+        # That the prompt contains the source is for the front end to check: a session's first piece
+        # need not, and the stand-in that ends a session has one token.
         return self.bounded_policy.for_request(
-            params.extra_args if params is not None else None, request.num_prompt_tokens
+            params.extra_args if params is not None else None, num_prompt_tokens=None
         )
 
     def _free_blocks(self, request: Request) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vllm_bounded_kv.engine import rope
-from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
+from vllm_bounded_kv.engine.policy import ABSOLUTE, EnginePolicy, PolicyError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,6 +66,8 @@ def settle(additional_config: Mapping[str, Any], vllm_config: VllmConfig) -> dic
             continue
         if not isinstance(source, Mapping):
             raise PolicyError(POLICY_KEY, source, "must be a mapping of settings")
+        for name in _replaced_by(source):
+            written.pop(name, None)
         written.update(source)
     policy = EnginePolicy.from_mapping(written).resolve(
         model_config.max_model_len,
@@ -75,6 +77,18 @@ def settle(additional_config: Mapping[str, Any], vllm_config: VllmConfig) -> dic
     settled = {k: v for k, v in additional_config.items() if k != FILE_KEY}
     settled[POLICY_KEY] = policy.to_mapping()
     return settled
+
+
+def _replaced_by(source: Mapping[str, Any]) -> set[str]:
+    """Settings of earlier sources that one of `source` makes meaningless."""
+    replaced = set()
+    if source.get("positions") == ABSOLUTE:
+        replaced.add("position_limit")
+    if source.get("retention") is not None:
+        replaced |= {"sink", "window", "window_includes_step"}
+    elif source.get("window") is not None:
+        replaced.add("retention")
+    return replaced
 
 
 def policy_of(vllm_config: VllmConfig) -> EnginePolicy | None:

@@ -30,6 +30,7 @@ class BoundedCPUWorker(CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model; its attention layers pick up the bounded backend."""
+        compat.rewind_cpu_generators(self.model_runner)
         with compat.cpu_attention_backend(BoundedCPUAttentionBackend):
             return super().load_model(*args, **kwargs)
 
