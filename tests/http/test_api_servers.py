@@ -37,7 +37,7 @@ from support.server import (
 from support.tiny_llama import random_prompt
 from vllm_bounded_kv.launch import VllmServer
 
-SINK, WINDOW, SLOTS, POOL_BLOCKS = 3, 61, 2, 9
+SINK, WINDOW, SLOTS, POOL_BLOCKS, LIMIT = 3, 61, 2, 9, 100
 NUM_CONNECTIONS = 10
 MAX_CONNECTIONS = 200
 """The kernel picks the API server of each connection, and need not be fair."""
@@ -47,7 +47,8 @@ kv-plugin: bounded
 bounded-kv-sink: {SINK}
 bounded-kv-window: {WINDOW}
 bounded-kv-max-slots: {SLOTS}
-bounded-kv-positions: absolute
+bounded-kv-positions: rebase
+bounded-kv-position-limit: {LIMIT}
 max-num-seqs: 8
 api-server-count: 2
 """
@@ -112,6 +113,7 @@ def test_the_config_file_has_been_read(server: VllmServer) -> None:
     shown, line = figures(server.url), start_up_line(server)
     policy = shown["policy"]
     assert (policy["sink"], policy["window"], policy["max_slots"]) == (SINK, WINDOW, SLOTS)
+    assert (policy["positions"], policy["position_limit"]) == ("rebase", LIMIT)
     assert (shown["slots_total"], shown["pool_blocks"]) == (SLOTS, POOL_BLOCKS)
     assert (line["slots_total"], line["pool_blocks"]) == (SLOTS, POOL_BLOCKS)
 
@@ -189,7 +191,7 @@ def test_refusals_of_both_add_up(server: VllmServer) -> None:
 def test_streams_of_both_share_the_slots(url: str, oracle: OracleLlama) -> None:
     asks = [Ask(random_prompt(20 + i, seed=i), 2 * WINDOW) for i in range(8)]
     for ask, answer in zip(asks, complete_all(url, asks), strict=True):
-        expect_exact(oracle, ask, answer, SINK, WINDOW)
+        expect_exact(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
 
 
 def test_a_refusal_does_not_stream_in_either(url: str) -> None:

@@ -67,6 +67,7 @@ def test_the_policy(url: str) -> None:
         "max_source_len": MAX_SOURCE,
         "max_slots": SLOTS,
         "positions": "absolute",
+        "position_limit": None,
         "window_includes_step": True,
         "retention": None,
     }

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from vllm_bounded_kv.engine import rope
 from vllm_bounded_kv.engine.policy import ABSOLUTE, EnginePolicy, PolicyError
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def settle(additional_config: Mapping[str, Any], vllm_config: VllmConfig) -> dic
     Later wins: the policy's own defaults, the model's `bounded_kv` (in its config.json), the
     file, the flags.
     """
+    from vllm_bounded_kv.engine import rope  # needs torch, which a stock engine's flags do not
+
     model_config = vllm_config.model_config
     written: dict[str, Any] = {}
     for source in (
