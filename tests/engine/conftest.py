@@ -8,20 +8,8 @@ from pathlib import Path
 import pytest
 
 from support.engine import Engine
-from support.oracle_llama import OracleLlama
-from support.tiny_llama import cached_tiny_llama
 
 SINK, WINDOW, MAX_SOURCE = 5, 96, 96
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
-def oracle(tiny_model: Path) -> OracleLlama:
-    return OracleLlama.from_folder(tiny_model)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.conftest import SINK, WINDOW
-from support.engine import LOGPROB_TOL, Ask, Engine, expect_exact
-from support.oracle_llama import OracleLlama, bounded_mask, check_tokens
+from support.engine import Ask, Engine, expect_exact, judge
+from support.oracle_llama import OracleLlama
 from support.tiny_llama import random_prompt
 
 BLOCK = 32
@@ -128,15 +128,7 @@ def test_control_another_mask_is_noticed(
     """The comparison can fail: an oracle that is off by one entry disagrees."""
     ask = Ask(random_prompt(20, seed=1), max_tokens=2 * CAPACITY)
     (answer,) = engine.run([ask])
-    report = check_tokens(
-        oracle,
-        ask.prompt,
-        answer.tokens,
-        lambda n: bounded_mask(n, sink, window),
-        logprobs=answer.logprobs,
-        logprob_tol=LOGPROB_TOL,
-    )
-    assert not report.exact
+    assert not judge(oracle, ask, answer, sink, window).exact
 
 
 def test_control_poison_is_read_when_blocks_are_not_cleared(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from support.engine import LOGPROB_TOL, Answer, Ask, Engine, expect_exact
-from support.oracle_llama import OracleLlama, Rebase, bounded_mask, check_tokens
+from support.engine import Ask, Engine, expect_exact, judge
+from support.oracle_llama import OracleLlama, Rebase, bounded_mask
 from support.tiny_llama import TinyLlama, cached_tiny_llama, random_prompt
 from vllm_bounded_kv.engine import backend
 
@@ -101,18 +101,6 @@ def test_a_preempted_stream_is_recomputed(engine: Engine, oracle: OracleLlama, s
 # --- controls: these tests can fail
 
 
-def is_exact(oracle: OracleLlama, ask: Ask, answer: Answer) -> bool:
-    return check_tokens(
-        oracle,
-        ask.prompt,
-        answer.tokens,
-        lambda n: bounded_mask(n, SINK, WINDOW),
-        logprobs=answer.logprobs,
-        logprob_tol=LOGPROB_TOL,
-        rebase=Rebase(SINK, CAPACITY, LIMIT),
-    ).exact
-
-
 def turn_nothing(turn: Callable[..., None], cache: torch.Tensor, what: Any) -> None:
     pass
 
@@ -138,7 +126,8 @@ def test_control_keys_turned_wrongly_are_noticed(
         monkeypatch.setattr(backend, "turn", lambda cache, what: wrong(turn, cache, what))
     ask = Ask(random_prompt(20, seed=1), max_tokens=LIMIT + 40)
     (answer,) = engine.run([ask])
-    assert is_exact(oracle, ask, answer) == (wrong is None)
+    report = judge(oracle, ask, answer, SINK, WINDOW, limit=LIMIT)
+    assert report.exact == (wrong is None)
 
 
 # --- other engines: they come last, for ending one takes away what another needs

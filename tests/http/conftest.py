@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.oracle_llama import OracleLlama
 from support.server import serving, tiny_server_flags, wait_until_idle
-from support.tiny_llama import cached_tiny_llama
 from vllm_bounded_kv.launch import VllmServer
 
 SINK, WINDOW, MAX_SOURCE = 5, 96, 96
@@ -25,16 +23,6 @@ def logging_servers() -> Iterator[None]:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         patch.delenv("VLLM_PLUGINS", raising=False)
         yield
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="session")
-def oracle(tiny_model: Path) -> OracleLlama:
-    return OracleLlama.from_folder(tiny_model)
 
 
 @pytest.fixture(scope="session")

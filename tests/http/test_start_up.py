@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from support.engine import Engine
+from support.patches import patched_globals
 from support.server import BLOCK_BYTES, TINY, tiny_server_flags
 from vllm_bounded_kv.launch import ServerError, VllmServer
 
@@ -91,18 +92,9 @@ def test_the_same_flags_without_the_refused_one_are_fine(config: Config) -> None
 
 def forget_patches(patch: pytest.MonkeyPatch) -> None:
     """Whatever a config that is accepted installs in this process is undone with `patch`."""
-    import vllm.plugins
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    for owner, name in (
-        (vllm.plugins, "load_endpoint_plugins"),
-        (AsyncLLM, "generate"),
-        (InputProcessor, "process_inputs"),
-        (EngineCore, "preprocess_add_request"),
-    ):
-        patch.setattr(owner, name, getattr(owner, name))
+    for owner, name in patched_globals():
+        if name in vars(owner):
+            patch.setattr(owner, name, vars(owner)[name])
 
 
 def test_an_unknown_plugin(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

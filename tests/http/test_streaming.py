@@ -11,8 +11,8 @@ import httpx
 import pytest
 from openai import APITimeoutError
 
-from support.engine import LOGPROB_TOL, Ask, expect_exact
-from support.oracle_llama import OracleLlama, assert_exact, bounded_mask, check_tokens
+from support.engine import LOGPROB_TOL, Ask, expect_exact, judge
+from support.oracle_llama import OracleLlama, assert_exact, bounded_mask
 from support.server import (
     SERVED,
     complete,
@@ -64,15 +64,7 @@ def test_control_another_mask_is_noticed(
 ) -> None:
     ask = Ask(random_prompt(20, seed=1), max_tokens=2 * WINDOW)
     answer = complete(url, ask)
-    report = check_tokens(
-        oracle,
-        ask.prompt,
-        answer.tokens,
-        lambda n: bounded_mask(n, sink, window),
-        logprobs=answer.logprobs,
-        logprob_tol=LOGPROB_TOL,
-    )
-    assert not report.exact
+    assert not judge(oracle, ask, answer, sink, window).exact
 
 
 def chat_stream(url: str, content: str, max_tokens: int, **args: Any) -> Any:

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.oracle_llama import OracleLlama, Rebase, assert_exact, bounded_mask
+from support.oracle_llama import (
+    OracleLlama,
+    Rebase,
+    TokenReport,
+    assert_exact,
+    bounded_mask,
+    check_tokens,
+)
 
 LOGPROB_TOL = 1e-3
 """fp32 engine against the float64 oracle, in natural-log units. Most of it is vLLM's fp32 rotary
@@ -188,6 +195,33 @@ class Engine:
         gc.collect()
 
 
+def judge(
+    oracle: OracleLlama,
+    ask: Ask,
+    answer: Answer,
+    sink: int,
+    window: int,
+    includes_step: bool = True,
+    limit: int | None = None,
+    verdict: Callable[..., TokenReport] = check_tokens,
+) -> TokenReport:
+    """The answer against the oracle's under that retention.
+
+    Args:
+        limit: where rotary positions fall back; `None`: nowhere.
+        verdict: `assert_exact` to raise unless it is exact.
+    """
+    return verdict(
+        oracle,
+        ask.prompt,
+        answer.tokens,
+        lambda n: bounded_mask(n, sink, window, includes_step),
+        logprobs=answer.logprobs,
+        logprob_tol=LOGPROB_TOL,
+        rebase=None if limit is None else Rebase(sink, sink + window, limit),
+    )
+
+
 def expect_exact(
     oracle: OracleLlama,
     ask: Ask,
@@ -197,18 +231,6 @@ def expect_exact(
     includes_step: bool = True,
     limit: int | None = None,
 ) -> None:
-    """The answer is the oracle's under that retention, token for token.
-
-    Args:
-        limit: where rotary positions fall back; `None`: nowhere.
-    """
+    """The answer is the oracle's under that retention, token for token (see `judge`)."""
     assert len(answer.tokens) == ask.max_tokens
-    assert_exact(
-        oracle,
-        ask.prompt,
-        answer.tokens,
-        lambda n: bounded_mask(n, sink, window, includes_step),
-        logprobs=answer.logprobs,
-        logprob_tol=LOGPROB_TOL,
-        rebase=None if limit is None else Rebase(sink, sink + window, limit),
-    )
+    judge(oracle, ask, answer, sink, window, includes_step, limit, verdict=assert_exact)

@@ -9,28 +9,9 @@ from typing import Any
 
 import pytest
 
-from support.tiny_llama import cached_tiny_llama
+from support.patches import patched_globals
 
 MISSING = object()
-
-
-def targets() -> list[tuple[Any, str]]:
-    """Every global that registration, or a bounded engine in this process, mutates."""
-    import vllm.plugins
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    return [
-        (EngineArgs, "add_cli_args"),
-        (EngineArgs, "create_engine_config"),
-        (InputProcessor, "process_inputs"),
-        (AsyncLLM, "generate"),
-        (EngineCore, "preprocess_add_request"),
-        (EngineCore, "bounded_kv_figures"),
-        (vllm.plugins, "load_endpoint_plugins"),
-    ]
 
 
 @contextmanager
@@ -39,7 +20,7 @@ def restored() -> Iterator[None]:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # so that a later test does not count on a load that is undone here
-    before = [(owner, name, vars(owner).get(name, MISSING)) for owner, name in targets()]
+    before = [(owner, name, vars(owner).get(name, MISSING)) for owner, name in patched_globals()]
     try:
         yield
     finally:
@@ -59,16 +40,11 @@ def as_shipped(descriptor: Any) -> Any:
     return staticmethod(function) if is_static else function
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached_tiny_llama(tmp_path_factory.mktemp("models"))
-
-
 @pytest.fixture
 def stock_vllm() -> Iterator[None]:
     """vLLM as it ships, whatever this process has registered before."""
     with restored():
-        for owner, name in targets():
+        for owner, name in patched_globals():
             if name == "bounded_kv_figures":
                 if name in vars(owner):
                     delattr(owner, name)

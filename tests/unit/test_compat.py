@@ -24,7 +24,11 @@ INSTALL: list[tuple[Callable[[], None], list[str]]] = [
     ),
     (
         lambda: compat.install_front_end_checks(ignore),
-        ["InputProcessor.process_inputs", "AsyncLLM.generate"],
+        [
+            "InputProcessor.process_inputs",
+            "AsyncLLM.generate",
+            "AsyncLLM._add_streaming_input_request",
+        ],
     ),
     (compat.install_engine_core_hooks, ["EngineCore.preprocess_add_request"]),
     (lambda: compat.install_endpoint(ignore), ["vllm.plugins.load_endpoint_plugins"]),

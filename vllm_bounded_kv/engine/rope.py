@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_bounded_kv.engine.policy import REBASE, PolicyError
 from vllm_bounded_kv.engine.rotary import Rotary
 
 ARCHITECTURES = (
@@ -93,7 +94,7 @@ def rotary_of(model: torch.nn.Module, layer_names: Iterable[str], limit: int) ->
         limit: largest number of positions that will be asked for.
 
     Raises:
-        ValueError: when they do not share one of a known kind whose table holds `limit` rows.
+        PolicyError: when they do not share one of a known kind whose table holds `limit` rows.
     """
     embeddings: dict[int, Any] = {}
     for name in layer_names:
@@ -101,15 +102,15 @@ def rotary_of(model: torch.nn.Module, layer_names: Iterable[str], limit: int) ->
         embedding = getattr(parent, "rotary_emb", None)
         embeddings[id(embedding)] = embedding
     if len(embeddings) != 1:
-        raise ValueError(_refusal(f"its layers use {len(embeddings)} rotary embeddings"))
+        raise _refusal(f"its layers use {len(embeddings)} rotary embeddings")
     (embedding,) = embeddings.values()
     frequencies = _frequencies(embedding)
     table = embedding.cos_sin_cache
     if len(table) < limit:
-        raise ValueError(_refusal(f"its rotary table has {len(table)} rows, not {limit}"))
+        raise _refusal(f"its rotary table has {len(table)} rows, not {limit}")
     exact = embedding._compute_cos_sin_cache()  # the table in use is rounded to the model's dtype
     if not _is_table_of(exact, frequencies) or not torch.equal(table, exact.to(table.dtype)):
-        raise ValueError(_refusal("its rotary table is not what its frequencies give"))
+        raise _refusal("its rotary table is not what its frequencies give")
     return Rotary(frequencies, bool(embedding.is_neox_style))
 
 
@@ -127,7 +128,7 @@ def _frequencies(embedding: Any) -> Any:
     """Radians a position; the classes are vLLM's, told apart by their exact names."""
     kind = type(embedding).__name__
     if embedding is None:
-        raise ValueError(_refusal("its attention layers have no rotary_emb beside them"))
+        raise _refusal("its attention layers have no rotary_emb beside them")
     if kind in ("RotaryEmbedding", "Llama3RotaryEmbedding"):
         frequencies = embedding._compute_inv_freq(embedding.base)
     elif kind == "YaRNScalingRotaryEmbedding":
@@ -135,12 +136,13 @@ def _frequencies(embedding: Any) -> Any:
     elif kind == "LinearScalingRotaryEmbedding" and len(embedding.scaling_factors) == 1:
         frequencies = embedding._compute_inv_freq(embedding.base) / embedding.scaling_factors[0]
     else:
-        raise ValueError(_refusal(f"its rotary embedding is a {kind}"))
+        raise _refusal(f"its rotary embedding is a {kind}")
     return frequencies.double().numpy()
 
 
-def _refusal(reason: str) -> str:
-    return (
-        f"--bounded-kv-positions='rebase': not for this model: {reason}; "
-        "use --bounded-kv-positions absolute"
+def _refusal(reason: str) -> PolicyError:
+    return PolicyError(
+        "--bounded-kv-positions",
+        REBASE,
+        f"not for this model: {reason}; use --bounded-kv-positions absolute",
     )

@@ -1,0 +1,25 @@
+"""What of vLLM the plugin replaces in a process, for tests that put it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def patched_globals() -> list[tuple[Any, str]]:
+    """Every global that registration, or a bounded engine in this process, mutates."""
+    import vllm.plugins
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    return [
+        (EngineArgs, "add_cli_args"),
+        (EngineArgs, "create_engine_config"),
+        (InputProcessor, "process_inputs"),
+        (AsyncLLM, "generate"),
+        (AsyncLLM, "_add_streaming_input_request"),
+        (EngineCore, "preprocess_add_request"),
+        (EngineCore, "bounded_kv_figures"),
+        (vllm.plugins, "load_endpoint_plugins"),
+    ]
