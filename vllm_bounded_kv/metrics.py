@@ -22,6 +22,9 @@ GAUGES = {
     "pool_blocks_free": ("pool_blocks_free", "Blocks that no stream holds."),
     "source_blocks_held": ("source_blocks_held", "Distinct shareable blocks that streams hold."),
     "source_blocks_shared": ("source_blocks_shared", "Those held by more than one stream."),
+    "sources": ("sources", "Names of pinned sources."),
+    "pinned_blocks": ("pinned_blocks", "Distinct blocks that pinned sources hold."),
+    "max_pinned_blocks": ("max_pinned_blocks", "Blocks that pinned sources may hold."),
 }
 
 
@@ -30,6 +33,8 @@ class _Metrics:
     gauges: Mapping[str, Gauge]
     ring_wraps: Counter
     refusals: Counter
+    sessions: Gauge
+    sessions_ended: Counter
 
 
 @functools.cache
@@ -42,17 +47,27 @@ def _metrics() -> _Metrics:
         },
         ring_wraps=Counter("bounded_kv_ring_wraps", "Times a stream's ring has started over."),
         refusals=Counter("bounded_kv_refusals", "Requests refused.", ["reason"]),
+        sessions=Gauge(
+            "bounded_kv_sessions", "Sessions that are open.", multiprocess_mode="livesum"
+        ),
+        sessions_ended=Counter(
+            "bounded_kv_sessions_ended", "Sessions ended for a limit.", ["reason"]
+        ),
     )
 
 
-REASONS = frozenset({"kv_source_len", "kv_sink", "kv_window"})
+REASONS = frozenset({"kv_source_len", "kv_sink", "kv_window", "kv_source"})
 OTHER_REASON = "unknown_argument"
+END_REASONS = ("idle", "cap")
 
 
 def create() -> None:
     """Make the metrics exist, every series at zero."""
     for reason in (*REASONS, OTHER_REASON):
         _metrics().refusals.labels(reason)
+    for reason in END_REASONS:
+        _metrics().sessions_ended.labels(reason)
+    set_sessions(0)
 
 
 def update(figures: Mapping[str, Any]) -> None:
@@ -66,3 +81,13 @@ def update(figures: Mapping[str, Any]) -> None:
 def count_refusal(reason: str) -> None:
     """Count a refused request by the argument at fault; unknown ones share a label."""
     _metrics().refusals.labels(reason if reason in REASONS else OTHER_REASON).inc()
+
+
+def set_sessions(number: int) -> None:
+    """Show how many sessions are open in this front end."""
+    _metrics().sessions.set(number)
+
+
+def count_session_end(reason: str) -> None:
+    """Count a session that a limit has ended: `idle` or `cap`."""
+    _metrics().sessions_ended.labels(reason).inc()

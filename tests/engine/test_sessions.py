@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import StreamingInput
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,8 +25,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from support.engine import LOGPROB_TOL
 from support.oracle_llama import NEAR_TIE, OracleLlama, Rebase, bounded_mask
 from support.tiny_llama import random_prompt
+from vllm_bounded_kv.engine.compat import SESSIONS
+from vllm_bounded_kv.engine.requests import open_sessions
 
 SINK, WINDOW, MAX_SOURCE, LIMIT = 5, 60, 64, 200
+MAX_SEQS = 4
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Turn:
     logprobs: list[float] = field(default_factory=list)
     shown: dict[str, Any] = field(default_factory=dict)
     """The stream's figures at the end of the turn."""
+    pool_blocks_free: int = 0
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def llm(tiny_model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]
         dtype="float32",
         enforce_eager=True,
         max_model_len=100_000,
-        max_num_seqs=4,
+        max_num_seqs=MAX_SEQS,
         kv_cache_memory_bytes=16 << 20,
         additional_config={
             "kv_plugin": "bounded",
@@ -111,7 +115,9 @@ async def talk(
                 for row, token in zip(said.logprobs or [], said.token_ids, strict=True)
             ]
             if said.finish_reason is not None and not output.finished:
-                (turns[-1].shown,) = (await figures(llm))["streams"][:1] or [{}]
+                now = await figures(llm)
+                (turns[-1].shown,) = now["streams"][:1] or [{}]
+                turns[-1].pool_blocks_free = now["pool_blocks_free"]
                 over.put_nowait(None)
     return turns
 
@@ -149,6 +155,19 @@ def test_forty_turns(llm: AsyncLLM, loop: asyncio.AbstractEventLoop, oracle: Ora
     positions = [stream["position"] for stream in shown]
     assert positions == sorted(positions) and positions[-1] > 10 * LIMIT
     assert loop.run_until_complete(figures(llm))["slots_used"] == 0
+
+
+def test_a_thousand_turns(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, oracle: OracleLlama
+) -> None:
+    """What the device holds is the same after each of them."""
+    pieces = [random_prompt(1 + i % 4, seed=i) for i in range(1000)]
+    turns = loop.run_until_complete(talk(llm, "thousand", pieces, 2))
+    assert [len(turn.tokens) for turn in turns] == [2] * 1000
+    expect_exact_turns(oracle, turns)
+    shown = [turn.shown for turn in turns[:-1]]
+    assert {stream["blocks"] for stream in shown} == {-(-(SINK + WINDOW) // 32)}
+    assert {turn.pool_blocks_free for turn in turns[:-1]} == {turns[0].pool_blocks_free}
 
 
 def test_a_source_longer_than_the_first_piece(
@@ -220,3 +239,93 @@ def test_sessions_beside_each_other(
 
     for i, turns in enumerate(loop.run_until_complete(both())):
         expect_exact_turns(oracle, turns, window=60 - i)
+
+
+# --- limits
+
+
+def limits(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """Other limits for the sessions of the shared engine."""
+    sessions = open_sessions(llm.vllm_config)
+    assert sessions is not None and len(sessions) == 0
+    for name, value in values.items():
+        monkeypatch.setattr(sessions, name, value)
+    monkeypatch.setattr(llm, SESSIONS, sessions, raising=False)
+
+
+class Silent:
+    """A session that says one piece and then nothing."""
+
+    def __init__(self, llm: AsyncLLM, name: str) -> None:
+        self.answered = asyncio.Event()
+        self.is_closed = False
+        self.num_tokens = 0
+        self.task = asyncio.ensure_future(self._talk(llm, name))
+
+    async def _talk(self, llm: AsyncLLM, name: str) -> None:
+        params = SamplingParams(
+            temperature=0, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+
+        async def spoken() -> AsyncGenerator[StreamingInput, None]:
+            try:
+                yield StreamingInput(TokensPrompt(prompt_token_ids=random_prompt(9)), params)
+                await asyncio.Event().wait()
+            finally:
+                self.is_closed = True
+
+        async for output in llm.generate(spoken(), params, name):
+            for said in output.outputs:
+                self.num_tokens += len(said.token_ids)
+                if said.finish_reason is not None:
+                    self.answered.set()
+
+
+def test_idle_sessions_do_not_hold_every_slot(
+    llm: AsyncLLM,
+    loop: asyncio.AbstractEventLoop,
+    oracle: OracleLlama,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many silent ones as there are slots end by themselves; one that waits then gets in."""
+    limits(llm, monkeypatch, idle_s=1.0)
+
+    async def wait() -> list[Turn]:
+        silent = [Silent(llm, f"silent-{i}") for i in range(MAX_SEQS)]
+        for session in silent:
+            await session.answered.wait()
+        assert (await figures(llm))["slots_used"] == MAX_SEQS
+        turns = await talk(llm, "waiting", pieces_of(5, 70), 9)
+        for session in silent:
+            await session.task
+            assert session.is_closed and session.num_tokens == 4
+        return turns
+
+    expect_exact_turns(oracle, loop.run_until_complete(asyncio.wait_for(wait(), 60)))
+    assert loop.run_until_complete(figures(llm))["slots_used"] == 0
+
+
+def test_one_session_too_many(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(llm, monkeypatch, max_sessions=2)
+
+    async def crowd() -> None:
+        first, second = Silent(llm, "first"), Silent(llm, "second")
+        await first.answered.wait()
+        await second.answered.wait()
+        third = Silent(llm, "third")
+        await first.task
+        await third.answered.wait()
+        assert not second.task.done() and first.num_tokens == third.num_tokens == 4
+        busy = [asyncio.ensure_future(talk(llm, f"busy-{i}", pieces_of(20_000), 2)) for i in "ab"]
+        await second.task
+        await third.task
+        with pytest.raises(GracefulHTTPError, match="--bounded-kv-max-sessions=2") as refused:
+            await talk(llm, "refused", pieces_of(5), 5)
+        assert refused.value.http_status == 429
+        await asyncio.gather(*busy)
+
+    loop.run_until_complete(asyncio.wait_for(crowd(), 120))
+    assert loop.run_until_complete(figures(llm))["slots_used"] == 0
+    assert len(getattr(llm, SESSIONS)) == 0

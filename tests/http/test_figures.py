@@ -40,6 +40,9 @@ GAUGES = {
     "bounded_kv_pool_blocks_free": "pool_blocks_free",
     "bounded_kv_source_blocks_held": "source_blocks_held",
     "bounded_kv_source_blocks_shared": "source_blocks_shared",
+    "bounded_kv_sources": "sources",
+    "bounded_kv_pinned_blocks": "pinned_blocks",
+    "bounded_kv_max_pinned_blocks": "max_pinned_blocks",
     "bounded_kv_ring_wraps_total": "ring_wraps",
 }
 
@@ -58,6 +61,7 @@ def test_the_arithmetic(url: str) -> None:
     assert shown["slot_bytes"] == entry_bytes * shown["block_size"] * blocks
     assert shown["pool_blocks"] == POOL_BLOCKS
     assert shown["slots_total"] == SLOTS <= shown["pool_blocks"] // blocks
+    assert shown["max_pinned_blocks"] == POOL_BLOCKS - SLOTS * blocks
 
 
 def test_the_policy(url: str) -> None:
@@ -66,6 +70,9 @@ def test_the_policy(url: str) -> None:
         "window": WINDOW,
         "max_source_len": MAX_SOURCE,
         "max_slots": SLOTS,
+        "max_pinned_blocks": None,
+        "session_idle_s": None,
+        "max_sessions": None,
         "positions": "absolute",
         "position_limit": None,
         "window_includes_step": True,
@@ -89,6 +96,9 @@ def test_metrics_agree_while_nothing_runs(url: str) -> None:
         "bounded_kv_ring_wraps_created",
         "bounded_kv_refusals_total",
         "bounded_kv_refusals_created",
+        "bounded_kv_sessions",
+        "bounded_kv_sessions_ended_total",
+        "bounded_kv_sessions_ended_created",
     }
 
 

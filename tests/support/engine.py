@@ -135,7 +135,7 @@ class Engine:
         poison: bool = True,
         on_step: Callable[[int], None] | None = None,
     ) -> list[Answer]:
-        """Run requests to their end, checking the pool after every step.
+        """Run requests to their end, checking the pool after every step, and what is left of it.
 
         Args:
             asks: requests, all added before the first step.
@@ -181,8 +181,10 @@ class Engine:
             self.scheduler.check_integrity()
 
     def check_all_free(self) -> None:
-        """Every block is back in the pool."""
+        """Every block is back in the pool, but those that sources pin."""
         free, total = self.pool.get_num_free_blocks(), self.pool.num_gpu_blocks - 1
+        if hasattr(self.scheduler, "sources"):
+            total -= len(list(self.scheduler.sources.blocks()))
         assert free == total, f"{total - free} of {total} blocks were not given back"
 
     def forget_prefixes(self) -> None:

@@ -21,5 +21,6 @@ def patched_globals() -> list[tuple[Any, str]]:
         (AsyncLLM, "_add_streaming_input_request"),
         (EngineCore, "preprocess_add_request"),
         (EngineCore, "bounded_kv_figures"),
+        (EngineCore, "bounded_kv_sources"),
         (vllm.plugins, "load_endpoint_plugins"),
     ]

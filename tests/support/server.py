@@ -93,11 +93,17 @@ def completion_stream(url: str, ask: Ask) -> Any:
     )
 
 
-def complete(url: str, ask: Ask, on_chunk: Callable[[int], None] | None = None) -> Answer:
+def complete(
+    url: str,
+    ask: Ask,
+    on_chunk: Callable[[int], None] | None = None,
+    prompt_tokens: int | None = None,
+) -> Answer:
     """Stream one completion to its end.
 
     Args:
         on_chunk: called with the number of tokens so far after each chunk.
+        prompt_tokens: what the usage must count; `None`: the prompt's.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -113,7 +119,8 @@ def complete(url: str, ask: Ask, on_chunk: Callable[[int], None] | None = None) 
             if on_chunk is not None:
                 on_chunk(len(tokens))
     assert reasons == ["length"]
-    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ask.prompt), len(tokens))
+    counted = (usage.prompt_tokens, usage.completion_tokens)
+    assert counted == (prompt_tokens or len(ask.prompt), len(tokens))
     details = usage.prompt_tokens_details
     return Answer(tokens, logprobs, (details and details.cached_tokens) or 0)
 
@@ -192,7 +199,8 @@ START_UP_LINE = re.compile(
     r"Bounded KV cache: (?P<slot_bytes>[\d,]+) bytes a slot "
     r"\(sink (?P<sink>\d+) \+ window (?P<window>\d+) entries in (?P<slot_blocks>\d+) blocks of "
     r"(?P<block_size>\d+)\); (?P<slots_total>\d+) slots in a pool of (?P<pool_blocks>\d+) blocks; "
-    r"(?P<source_blocks>\d+) source blocks a stream can share\. "
+    r"(?P<source_blocks>\d+) source blocks a stream can share; "
+    r"(?P<max_pinned_blocks>\d+) blocks can be pinned\. "
     r"Rotary positions: (?P<positions>absolute|rebase, falling back at [\d,]+)\."
 )
 
@@ -230,7 +238,7 @@ def is_idle(shown: dict[str, Any]) -> bool:
         shown["slots_used"] == 0
         and shown["streams"] == []
         and shown["source_blocks_held"] == 0
-        and shown["pool_blocks_free"] == shown["pool_blocks"]
+        and shown["pool_blocks_free"] == shown["pool_blocks"] - shown["pinned_blocks"]
     )
 
 

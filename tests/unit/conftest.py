@@ -45,7 +45,7 @@ def stock_vllm() -> Iterator[None]:
     """vLLM as it ships, whatever this process has registered before."""
     with restored():
         for owner, name in patched_globals():
-            if name == "bounded_kv_figures":
+            if name in ("bounded_kv_figures", "bounded_kv_sources"):
                 if name in vars(owner):
                     delattr(owner, name)
             else:

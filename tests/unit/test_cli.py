@@ -19,6 +19,9 @@ FLAGS = [
     *("--bounded-kv-window", "100"),
     *("--bounded-kv-max-source-len", "50"),
     *("--bounded-kv-max-slots", "3"),
+    *("--bounded-kv-max-pinned-blocks", "7"),
+    *("--bounded-kv-session-idle-s", "1.5"),
+    *("--bounded-kv-max-sessions", "2"),
     *("--bounded-kv-positions", "absolute"),
 ]
 POLICY = {
@@ -26,6 +29,9 @@ POLICY = {
     "window": 100,
     "max_source_len": 50,
     "max_slots": 3,
+    "max_pinned_blocks": 7,
+    "session_idle_s": 1.5,
+    "max_sessions": 2,
     "positions": "absolute",
 }
 CONFIG = {"kv_plugin": "bounded", "bounded_kv": POLICY}
@@ -205,6 +211,9 @@ def test_the_flags_have_a_help_group_of_their_own() -> None:
         "--bounded-kv-window",
         "--bounded-kv-max-source-len",
         "--bounded-kv-max-slots",
+        "--bounded-kv-max-pinned-blocks",
+        "--bounded-kv-session-idle-s",
+        "--bounded-kv-max-sessions",
         "--bounded-kv-retention",
         "--bounded-kv-positions",
         "--bounded-kv-position-limit",

@@ -23,7 +23,7 @@ INSTALL: list[tuple[Callable[[], None], list[str]]] = [
         ["EngineArgs.create_engine_config"],
     ),
     (
-        lambda: compat.install_front_end_checks(ignore),
+        lambda: compat.install_front_end(ignore, ignore, ignore),
         [
             "InputProcessor.process_inputs",
             "AsyncLLM.generate",

@@ -62,6 +62,9 @@ def test_defaults() -> None:
         "positions": None,
         "position_limit": None,
         "window_includes_step": True,
+        "max_pinned_blocks": None,
+        "session_idle_s": None,
+        "max_sessions": None,
         "retention": None,
     }
 
@@ -99,6 +102,13 @@ def test_a_window_that_is_given_is_kept() -> None:
         ("window", -5, "must be >= 1"),
         ("max_source_len", -1, "must be >= 0"),
         ("max_slots", 0, "must be >= 1"),
+        ("max_pinned_blocks", -1, "must be >= 0"),
+        ("max_pinned_blocks", 1.5, "must be an integer, got float"),
+        ("max_sessions", 0, "must be >= 1"),
+        ("session_idle_s", 0, "must be finite and > 0"),
+        ("session_idle_s", float("inf"), "must be finite and > 0"),
+        ("session_idle_s", True, "must be seconds, got bool"),
+        ("session_idle_s", "5", "must be seconds, got str"),
         ("sink", True, "must be an integer, got bool"),
         ("sink", 4.0, "must be an integer, got float"),
         ("sink", "4", "must be an integer, got str"),

@@ -69,6 +69,20 @@ def add_flags(parser: Any) -> None:
             f"(default: {defaults.max_source_len}).",
         ),
         "max_slots": (int, "Streams admitted at once (default: what the pool holds)."),
+        "max_pinned_blocks": (
+            int,
+            "Blocks that sources pinned through /v1/bounded_kv/sources may hold; slots are counted "
+            "without them (default: what max_slots leaves of the pool).",
+        ),
+        "session_idle_s": (
+            float,
+            "Seconds without input after which a session is ended (default: never).",
+        ),
+        "max_sessions": (
+            int,
+            "Sessions open at once, for each API server; one more ends the one that has been idle "
+            "longest (default: any number).",
+        ),
         "retention": (
             str,
             "module:function that returns a SinkWindow for a source length, in place of sink "

@@ -14,12 +14,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from http import HTTPStatus
 from typing import Any
 
 SUPPORTED_VLLM = "0.32"
 MARK = "_bounded_kv_patch"
 FIGURES_METHOD = "bounded_kv_figures"
 """The engine core's utility method that hands out `EngineFigures`."""
+SESSIONS = "_bounded_kv_sessions"
+"""Where an `AsyncLLM` keeps its `Sessions`."""
+SOURCES_METHOD = "bounded_kv_sources"
+"""The engine core's utility method about pinned sources: see `sources.handle`."""
 
 
 def check_vllm_version() -> None:
@@ -130,20 +135,29 @@ def lift_length_limit() -> Callable[[], None]:
     return undo
 
 
-def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> None:
+def install_front_end(
+    check: Callable[[Any, Any, int | None], None],
+    prepare: Callable[[Any, Any, Any], tuple[Any, Any]],
+    sessions_of: Callable[[Any], Any],
+) -> None:
     """Patch: `InputProcessor.process_inputs`, `AsyncLLM.generate` and
     `AsyncLLM._add_streaming_input_request`. Requests that the policy
     refuses must get a 400 before a stream starts; vLLM has no validation hook for extra
     arguments, and checks a streamed request only after its status has gone out (`generate` is an
     async generator: nothing of it runs before the first token is awaited). A session's prompt
-    arrives in pieces, behind a stand-in of one token.
+    arrives in pieces, behind a stand-in of one token; vLLM never ends one that falls silent.
 
     Args:
         check: called with the `VllmConfig`, the params and the number of prompt tokens (`None`
             where the prompt is still to come).
+        prepare: called with the `VllmConfig`, a rendered prompt and the params; returns the two
+            that take their place.
+        sessions_of: called with the `VllmConfig`; returns the `Sessions` of a new front end, or
+            `None` where they have no limits.
 
     Remove when vLLM validates `extra_args` through a plugin hook, before it streams.
     """
+    from vllm.exceptions import GracefulHTTPError
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -160,18 +174,44 @@ def install_front_end_checks(check: Callable[[Any, Any, int | None], None]) -> N
         def generate(
             self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            prompt, sampling_params = prepare(self.vllm_config, prompt, sampling_params)
             check(self.vllm_config, sampling_params, _num_prompt_tokens(prompt))
             return original(self, prompt, sampling_params, *args, **kwargs)
 
         return generate
 
     def make_session(original: Callable[..., Any]) -> Callable[..., Any]:
-        async def _add_streaming_input_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        async def _add_streaming_input_request(
+            self: Any, request_id: Any, input_stream: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            if not hasattr(self, SESSIONS):
+                setattr(self, SESSIONS, sessions_of(self.vllm_config))
+            sessions = getattr(self, SESSIONS)
             token = _in_session.set(True)  # the task that reads the pieces inherits it
             try:
-                return await original(self, *args, **kwargs)
+                if sessions is None:
+                    return await original(self, request_id, input_stream, *args, **kwargs)
+                try:
+                    session = sessions.open()
+                except ValueError as error:
+                    raise GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS) from error
+                try:
+                    pieces = session.pieces(input_stream, sessions.idle_s)
+                    queue = await original(self, request_id, pieces, *args, **kwargs)
+                except BaseException:
+                    sessions.close(session)
+                    raise
             finally:
                 _in_session.reset(token)
+            put = queue.put
+
+            def put_and_note(output: Any) -> None:
+                session.on_output(output)
+                put(output)
+
+            queue.put = put_and_note
+            queue._input_stream_task.add_done_callback(lambda _: sessions.close(session))
+            return queue
 
         return _add_streaming_input_request
 
@@ -197,11 +237,11 @@ def _num_prompt_tokens(prompt: Any) -> int | None:
 
 
 def install_engine_core_hooks() -> None:
-    """Patch: `EngineCore.preprocess_add_request` and a new method on `EngineCore`.
+    """Patch: `EngineCore.preprocess_add_request` and two new methods on `EngineCore`.
 
     The first: a request that passed no front end (or another one) and breaks the policy must fail
-    alone; an exception in `Scheduler.add_request` would end the engine. The second: front ends
-    call engine methods by name (`call_utility`), and the figures are made here.
+    alone; an exception in `Scheduler.add_request` would end the engine. The others: front ends
+    call engine methods by name (`call_utility`); figures are made and sources are pinned here.
 
     Remove when schedulers can refuse requests and publish utility methods.
     """
@@ -223,7 +263,14 @@ def install_engine_core_hooks() -> None:
         figures: dict[str, Any] = self.scheduler.bounded_kv_figures(mark_read)
         return figures
 
+    def bounded_kv_sources(self: Any, action: str, values: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self.scheduler.bounded_kv_sources(
+            action, values, self.request_block_hasher
+        )
+        return answer
+
     setattr(EngineCore, FIGURES_METHOD, bounded_kv_figures)
+    setattr(EngineCore, SOURCES_METHOD, bounded_kv_sources)
 
 
 def install_endpoint(make_plugin: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""`GET /v1/bounded_kv`, and fresh figures on `/metrics`.
+"""`GET /v1/bounded_kv`, fresh figures on `/metrics`, and pinned sources.
 
 An endpoint plugin in vLLM's sense, turned on by `--kv-plugin bounded` itself (see `compat`).
 """
@@ -14,7 +14,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_bounded_kv import metrics
+from vllm_bounded_kv.engine import source_routes
 from vllm_bounded_kv.engine.compat import FIGURES_METHOD
+from vllm_bounded_kv.engine.named_source import NamedSourceMiddleware
 from vllm_bounded_kv.engine.settings import policy_of
 
 FIGURES_TIMEOUT_S = 5.0
@@ -33,6 +35,8 @@ class BoundedKVEndpoint:
         app.add_api_route(
             "/metrics", _metrics, methods=["GET"], include_in_schema=False, response_model=None
         )
+        source_routes.attach(app)
+        app.add_middleware(NamedSourceMiddleware, get_engine=lambda: app.state.bounded_kv_engine)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the engine at hand and show the metrics, at zero, from the start."""

@@ -59,7 +59,7 @@ def _activate(config: VllmConfig) -> None:
     """Turn a finished config into one of a bounded engine."""
     from vllm_bounded_kv.engine.endpoint import BoundedKVEndpoint
     from vllm_bounded_kv.engine.refusals import check_engine
-    from vllm_bounded_kv.engine.requests import check_request
+    from vllm_bounded_kv.engine.requests import check_request, open_sessions, prepare_request
 
     assert isinstance(config.additional_config, dict)
     config.additional_config = settle(config.additional_config, config)
@@ -69,5 +69,5 @@ def _activate(config: VllmConfig) -> None:
     is_async = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER if is_async else SCHEDULER
     config.parallel_config.worker_cls = CPU_WORKER
-    compat.install_front_end_checks(check_request)
+    compat.install_front_end(check_request, prepare_request, open_sessions)
     compat.install_endpoint(BoundedKVEndpoint)

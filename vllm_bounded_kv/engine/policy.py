@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,9 @@ from vllm_bounded_kv.positions import LIMIT_IN_CAPACITIES
 DEFAULT_SINK = 4
 DEFAULT_WINDOW = 2048
 ABSOLUTE, REBASE = POSITION_MODES = ("absolute", "rebase")
-REQUEST_KEYS = ("kv_source_len", "kv_sink", "kv_window")
+SOURCE_KEY = "kv_source"
+"""The argument that names a pinned source; the HTTP server turns it into tokens and a length."""
+REQUEST_KEYS = ("kv_source_len", "kv_sink", "kv_window", SOURCE_KEY)
 
 
 class PolicyError(ValueError):
@@ -76,6 +79,13 @@ def _require_int(field: str, value: Any, minimum: int) -> int:
     return value
 
 
+def _require_seconds(field: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PolicyError(field, value, f"must be seconds, got {type(value).__name__}")
+    if not 0 < value < math.inf:
+        raise PolicyError(field, value, "must be finite and > 0")
+
+
 def _require_bool(field: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise PolicyError(field, value, "must be true or false")
@@ -107,6 +117,12 @@ class EnginePolicy:
     """Where `rebase` falls back. `None`: four times the largest stream, or what the model knows."""
     window_includes_step: bool = True
     """Whether the window counts the query's own entry, as vLLM's `sliding_window` does."""
+    max_pinned_blocks: int | None = None
+    """Blocks that pinned sources may hold, kept from the slots. `None`: what `max_slots` leaves."""
+    session_idle_s: float | None = None
+    """Seconds without input after which a session is ended. `None`: never."""
+    max_sessions: int | None = None
+    """Sessions open at once; one more ends the one that has been idle longest. `None`: any."""
     retention: str | None = None
     """`module:function`, called with a source length, returning a `SinkWindow`. Replaces `sink`
     and `window`."""
@@ -120,6 +136,12 @@ class EnginePolicy:
             _require_int("max_slots", self.max_slots, 1)
         if self.position_limit is not None:
             _require_int("position_limit", self.position_limit, 1)
+        if self.max_pinned_blocks is not None:
+            _require_int("max_pinned_blocks", self.max_pinned_blocks, 0)
+        if self.max_sessions is not None:
+            _require_int("max_sessions", self.max_sessions, 1)
+        if self.session_idle_s is not None:
+            _require_seconds("session_idle_s", self.session_idle_s)
         if self.positions is not None and self.positions not in POSITION_MODES:
             raise PolicyError(
                 "positions", self.positions, f"must be one of {', '.join(POSITION_MODES)}"
@@ -297,6 +319,13 @@ class EnginePolicy:
             "kv_window": (1, self.window or 0, "window"),
         }
         for key, value in given.items():
+            if key == SOURCE_KEY:
+                raise PolicyError(
+                    key,
+                    value,
+                    "names are for requests to the HTTP server; here, begin the prompt with the "
+                    "source's tokens and set kv_source_len",
+                )
             if key not in limits:
                 raise PolicyError(key, value, f"unknown argument; known: {', '.join(REQUEST_KEYS)}")
             if self.retention is not None and key != "kv_source_len":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_bounded_kv import metrics
+from vllm_bounded_kv.engine.named_source import with_named_source
 from vllm_bounded_kv.engine.policy import PolicyError
+from vllm_bounded_kv.engine.sessions import Sessions
 from vllm_bounded_kv.engine.settings import policy_of
 
 if TYPE_CHECKING:
@@ -26,8 +30,34 @@ def check_request(config: VllmConfig, params: Any, num_prompt_tokens: int | None
     policy = policy_of(config)
     if policy is None or params is None:
         return
-    try:
+    with _refusing():
         policy.for_request(params.extra_args, num_prompt_tokens)
+
+
+def prepare_request(config: VllmConfig, prompt: Any, params: Any) -> tuple[Any, Any]:
+    """Put the source that a request names in front of its prompt: see `named_source`.
+
+    Raises:
+        VLLMValidationError: as `check_request`.
+    """
+    if policy_of(config) is None or params is None:
+        return prompt, params
+    with _refusing():
+        return with_named_source(prompt, params, config.model_config.max_model_len)
+
+
+def open_sessions(config: VllmConfig) -> Sessions | None:
+    """The limited sessions of a front end; `None` for a stock engine."""
+    policy = policy_of(config)
+    if policy is None:
+        return None
+    return Sessions(policy.max_sessions, policy.session_idle_s)
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
     except PolicyError as error:
         from vllm.exceptions import VLLMValidationError
 

@@ -6,10 +6,13 @@ scheduler and once for the asynchronous one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm import SamplingParams
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -18,6 +21,7 @@ from vllm_bounded_kv.engine import compat
 from vllm_bounded_kv.engine.blocks import BoundedBlockManager
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError, StreamPolicy
 from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.sources import PinnedSources, SourceError, handle
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
 from vllm_bounded_kv.engine.stats import EngineFigures, StreamFigures
 
@@ -47,15 +51,18 @@ class BoundedSchedulerMixin:
         spec = self.bounded_manager.kv_cache_spec
         assert isinstance(spec, BoundedAttentionSpec)
         pool_blocks = self.bounded_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
-        pool_slots = pool_blocks // spec.slot_blocks
         wanted = self.bounded_policy.max_slots
+        max_pinned = self.bounded_policy.max_pinned_blocks
+        pool_slots = (pool_blocks - (max_pinned or 0)) // spec.slot_blocks
         if pool_slots < max(wanted or 1, 1):
+            beside = f" beside {max_pinned} for pinned sources" if max_pinned else ""
             raise PolicyError(
                 "--bounded-kv-max-slots" if wanted else "--bounded-kv-window",
                 wanted or self.bounded_policy.window,
                 f"needs {(wanted or 1) * spec.slot_blocks} blocks of {spec.block_size} entries "
-                f"({spec.slot_blocks} a slot), but the pool has {pool_blocks}; lower it, or give "
-                "the cache more memory (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE on CPU)",
+                f"({spec.slot_blocks} a slot){beside}, but the pool has {pool_blocks}; lower it, "
+                "or give the cache more memory (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE "
+                "on CPU)",
             )
         if wanted is not None:
             self.max_num_active_reqs = min(self.max_num_active_reqs, wanted)  # type: ignore[has-type]
@@ -64,13 +71,18 @@ class BoundedSchedulerMixin:
         (group,) = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
         num_layers = len(group.layer_names)
         self.block_bytes = spec.page_size_bytes * num_layers
+        if max_pinned is None:
+            max_pinned = pool_blocks - self.num_slots * spec.slot_blocks
+        self.sources = PinnedSources(
+            self.bounded_manager.block_pool, max_pinned, spec.block_size, self.block_bytes
+        )
         largest = self.bounded_policy.largest
         limit = self.bounded_policy.position_limit
         immutable = largest.num_immutable_blocks(spec.block_size)
         logger.info(
             "Bounded KV cache: %s bytes a slot (sink %d + window %d entries in %d blocks of %d); "
-            "%d slots in a pool of %d blocks; %d source blocks a stream can share. "
-            "Rotary positions: %s.",
+            "%d slots in a pool of %d blocks; %d source blocks a stream can share; "
+            "%d blocks can be pinned. Rotary positions: %s.",
             f"{self.slot_blocks * self.block_bytes:,}",
             largest.sink,
             largest.ring,
@@ -79,6 +91,7 @@ class BoundedSchedulerMixin:
             self.num_slots,
             pool_blocks,
             immutable,
+            max_pinned,
             f"rebase, falling back at {limit:,}" if limit else "absolute",
         )
 
@@ -104,7 +117,82 @@ class BoundedSchedulerMixin:
             params.extra_args if params is not None else None, num_prompt_tokens=None
         )
 
+    def pinnable(
+        self,
+        token_ids: list[int],
+        salt: str | None,
+        hasher: Callable[[Request], list[BlockHash]] | None,
+    ) -> Sequence[BlockHash]:
+        """Hashes of the blocks that a source of these tokens would hold.
+
+        Raises:
+            SourceError: when it is longer than the server allows, or no block of it can be shared.
+        """
+        length, limit = len(token_ids), self.bounded_policy.max_source_len
+        if length > limit:
+            raise SourceError(
+                400,
+                "prompt",
+                f"the source has {length} tokens, more than this server's limit {limit} "
+                "(--bounded-kv-max-source-len)",
+            )
+        if hasher is None:
+            raise SourceError(400, "name", "prefix caching is off (--no-enable-prefix-caching)")
+        block_size = self.bounded_manager.block_size
+        policy = self.bounded_policy.for_request({"kv_source_len": length}, length)
+        num_blocks = min(length // block_size, policy.num_immutable_blocks(block_size))
+        if not num_blocks:
+            raise SourceError(
+                400,
+                "prompt",
+                f"the source has {length} tokens, which fill no block of {block_size}: nothing of "
+                "it could be shared; use a longer one, or a smaller --block-size",
+            )
+        request = Request(
+            request_id="source",
+            prompt_token_ids=token_ids,
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=salt,
+            block_hasher=hasher,
+        )
+        return request.block_hashes[:num_blocks]
+
+    def bounded_kv_sources(
+        self,
+        action: str,
+        values: dict[str, Any],
+        hasher: Callable[[Request], list[BlockHash]] | None,
+    ) -> dict[str, Any]:
+        """Serve an API server's call about pinned sources: see `sources.handle`."""
+        return handle(
+            self.sources,
+            action,
+            values,
+            lambda token_ids, salt: self.pinnable(token_ids, salt, hasher),
+        )
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, after sources whose time is over have given their blocks back."""
+        self.sources.expire()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """vLLM's; pinned sources survive it.
+
+        With `reset_running_requests`, what is cached is no longer right (vLLM asks for it when
+        weights change): they are computed again by the next request that uses them.
+        """
+        with self.sources.set_aside(keep=not reset_running_requests):
+            reset: bool = super().reset_prefix_cache(  # type: ignore[misc]
+                reset_running_requests, reset_connector
+            )
+        return reset
+
     def _free_blocks(self, request: Request) -> None:
+        self.sources.settle()
         super()._free_blocks(request)  # type: ignore[misc]
         policy = self.streams.pop(request.request_id)
         self._wraps_of_released += policy.num_wraps(request.num_computed_tokens)
@@ -122,7 +210,9 @@ class BoundedSchedulerMixin:
             mark_read: the reader adds `ring_wraps_unread` to a counter of its own; do not hand
                 them out again.
         """
+        self.sources.expire()
         pool = self.bounded_manager.block_pool
+        pinned = {block.block_id for block in self.sources.blocks()}
         held = set()
         shared = 0
         streams = []
@@ -134,7 +224,7 @@ class BoundedSchedulerMixin:
             for block in slot[: self.bounded_manager.num_shareable(request_id)]:
                 if block.block_id not in held:
                     held.add(block.block_id)
-                    shared += block.ref_cnt > 1
+                    shared += block.ref_cnt - (block.block_id in pinned) > 1
             position = requests[request_id].num_computed_tokens
             retained = policy.num_retained(position)
             streams.append(
@@ -165,6 +255,9 @@ class BoundedSchedulerMixin:
             pool_blocks_free=pool.get_num_free_blocks(),
             source_blocks_held=len(held),
             source_blocks_shared=shared,
+            sources=self.sources.num_sources,
+            pinned_blocks=self.sources.num_blocks,
+            max_pinned_blocks=self.sources.max_blocks,
             ring_wraps=wraps,
             ring_wraps_unread=unread,
             streams=streams,
@@ -178,7 +271,7 @@ class BoundedSchedulerMixin:
         """
         pool = self.bounded_manager.block_pool
         references: dict[int, int] = {}
-        for block in self.bounded_manager.held_blocks():
+        for block in itertools.chain(self.bounded_manager.held_blocks(), self.sources.blocks()):
             references[block.block_id] = references.get(block.block_id, 0) + 1
             assert block.ref_cnt > 0, f"held block {block.block_id} has no reference"
         for block in pool.blocks:

@@ -39,6 +39,11 @@ class EngineFigures:
     """Distinct hashed blocks that running streams hold."""
     source_blocks_shared: int
     """Those of them that more than one stream holds."""
+    sources: int
+    """Names of pinned sources, of all tenants."""
+    pinned_blocks: int
+    """Distinct blocks that they hold."""
+    max_pinned_blocks: int
     ring_wraps: int
     """Times any stream's ring has started over, since start-up."""
     ring_wraps_unread: int

@@ -1,0 +1,120 @@
+"""`vllm_xargs: {"kv_source": NAME}`: a request begins with a pinned source.
+
+Names are known to the engine core, so they are looked up before vLLM's handlers run, while a
+refusal can still be a status. The tokens wait in the request's context until vLLM has rendered the
+prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_bounded_kv import metrics
+from vllm_bounded_kv.engine.policy import SOURCE_KEY, PolicyError
+from vllm_bounded_kv.engine.source_routes import call, checked_salt, refusal
+from vllm_bounded_kv.engine.sources import SourceError
+
+
+@dataclass(frozen=True)
+class NamedSource:
+    """A source that this HTTP request has named."""
+
+    name: str
+    token_ids: list[int]
+
+
+_named: ContextVar[NamedSource | None] = ContextVar("bounded_kv_named_source", default=None)
+
+
+class NamedSourceMiddleware:
+    """Looks up the source that a request's JSON body names (ASGI)."""
+
+    def __init__(self, app: Callable[..., Any], get_engine: Callable[[], Any]) -> None:
+        self.app = app
+        self.get_engine = get_engine
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Read the body, look the name up, hand the body on."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        messages = [await receive()]
+        while messages[-1].get("more_body"):
+            messages.append(await receive())
+        body = b"".join(message.get("body", b"") for message in messages)
+
+        async def again() -> Any:
+            return messages.pop(0) if messages else await receive()
+
+        token = None
+        try:
+            if f'"{SOURCE_KEY}"'.encode() in body:
+                token = _named.set(await self._look_up(body))
+            await self.app(scope, again, send)
+        except SourceError as error:
+            metrics.count_refusal(error.field)
+            await refusal(error)(scope, receive, send)
+        finally:
+            if token is not None:
+                _named.reset(token)
+
+    async def _look_up(self, body: bytes) -> NamedSource | None:
+        try:
+            asked = json.loads(body)
+            args = asked["vllm_xargs"]
+            name = args[SOURCE_KEY]
+        except (ValueError, TypeError, KeyError):
+            return None  # not a request that names one: for vLLM to answer
+        if not isinstance(name, str):
+            raise SourceError(400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: must be a name")
+        if "kv_source_len" in args:
+            raise SourceError(
+                400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: comes with its own kv_source_len"
+            )
+        if asked.get("use_beam_search"):
+            raise SourceError(400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: not with use_beam_search")
+        salt = checked_salt(asked.get("cache_salt"))
+        found = await call(self.get_engine(), "find", name=name, cache_salt=salt)
+        return NamedSource(name, found["token_ids"])
+
+
+def with_named_source(prompt: Any, params: Any, max_model_len: int) -> tuple[Any, Any]:
+    """Prompt and params of a request, the source it names put in front.
+
+    Args:
+        prompt: rendered by vLLM: a mapping with `prompt_token_ids`.
+        params: `SamplingParams`.
+        max_model_len: tokens that a stream may have.
+
+    Returns:
+        Both as they came, where no source is named.
+
+    Raises:
+        PolicyError: when the source cannot be put in front of such a prompt.
+    """
+    args = getattr(params, "extra_args", None) or {}
+    if SOURCE_KEY not in args:
+        return prompt, params
+    source = _named.get()
+    if source is None or source.name != args[SOURCE_KEY]:
+        return prompt, params  # which the policy refuses, with a remedy
+    if not isinstance(prompt, Mapping) or prompt.get("type") != "token":
+        raise PolicyError(SOURCE_KEY, source.name, "only prompts of text or tokens can follow it")
+    length = len(source.token_ids) + len(prompt["prompt_token_ids"])
+    if length >= max_model_len:
+        raise PolicyError(
+            SOURCE_KEY,
+            source.name,
+            f"source and prompt have {length} tokens, and max_model_len={max_model_len} leaves no "
+            "room for an answer",
+        )
+    kept = {k: v for k, v in prompt.items() if k not in ("prompt", "prompt_token_offsets")}
+    prompt = {**kept, "prompt_token_ids": [*source.token_ids, *prompt["prompt_token_ids"]]}
+    params = params.clone()
+    params.extra_args = {k: v for k, v in args.items() if k != SOURCE_KEY}
+    params.extra_args["kv_source_len"] = len(source.token_ids)
+    return prompt, params

@@ -1,0 +1,209 @@
+"""`/v1/bounded_kv/sources`: pin a source, look at those pinned, let one go."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from vllm_bounded_kv.engine.compat import SOURCES_METHOD
+from vllm_bounded_kv.engine.sources import SourceError
+
+PATH = "/v1/bounded_kv/sources"
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+MIN_TTL_S = 1.0
+
+Salt = Annotated[str | None, Header(alias="X-Cache-Salt")]
+
+
+class NewSource(BaseModel):
+    """What to pin: text, chat messages or tokens, under a name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=NAME_PATTERN)
+    prompt: str | None = Field(None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    prompt_token_ids: list[Annotated[int, Field(ge=0, strict=True)]] | None = Field(
+        None, min_length=1
+    )
+    add_special_tokens: bool = True
+    """Of `prompt`, as in completions."""
+    ttl_s: float | None = Field(None, ge=MIN_TTL_S, allow_inf_nan=False)
+    """Seconds until it is let go, counted from here. `None`: never."""
+    cache_salt: str | None = None
+    """The tenant, as in requests."""
+
+    @model_validator(mode="after")
+    def _one_content(self) -> NewSource:
+        given = [
+            field
+            for field in ("prompt", "messages", "prompt_token_ids")
+            if getattr(self, field) is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of prompt, messages and prompt_token_ids, not {given or 'none'}"
+            )
+        return self
+
+
+def attach(app: FastAPI) -> None:
+    """Add the routes."""
+    tags: Any = ["bounded_kv"]
+    app.add_api_route(PATH, _pin, methods=["POST"], tags=tags, response_model=None)
+    app.add_api_route(PATH, _list, methods=["GET"], tags=tags, response_model=None)
+    one = PATH + "/{name}"
+    app.add_api_route(one, _show, methods=["GET"], tags=tags, response_model=None)
+    app.add_api_route(one, _delete, methods=["DELETE"], tags=tags, response_model=None)
+
+
+async def call(engine: Any, action: str, **values: Any) -> dict[str, Any]:
+    """Ask the engine core: see `sources.handle`.
+
+    Raises:
+        SourceError: what it refuses.
+    """
+    answer: dict[str, Any] = await engine.engine_core.call_utility_async(
+        SOURCES_METHOD, action, values
+    )
+    if error := answer.get("error"):
+        raise SourceError(error["status"], error["field"], error["message"])
+    return answer
+
+
+def refusal(error: SourceError) -> JSONResponse:
+    """The error in OpenAI's envelope."""
+    kind = {400: "BadRequestError", 404: "NotFoundError", 409: "ConflictError"}
+    return JSONResponse(
+        {
+            "error": {
+                "message": str(error),
+                "type": kind.get(error.status, "ServiceUnavailableError"),
+                "param": error.field,
+                "code": error.status,
+            }
+        },
+        status_code=error.status,
+    )
+
+
+def checked_salt(salt: str | None) -> str | None:
+    """The salt, when it is one that vLLM takes in requests.
+
+    Raises:
+        SourceError: naming what is wrong with it.
+    """
+    from vllm.entrypoints.generate.base.protocol import validate_cache_salt
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        validate_cache_salt(salt)
+    except VLLMValidationError as error:
+        raise SourceError(400, "cache_salt", str(error)) from error
+    return salt
+
+
+async def _pin(source: NewSource, request: Request) -> JSONResponse:
+    """Compute a source once and pin its full blocks."""
+    engine = request.app.state.bounded_kv_engine
+    try:
+        salt = checked_salt(source.cache_salt)
+        token_ids = await _tokens(source, request)
+        values = {
+            "name": source.name,
+            "cache_salt": salt,
+            "token_ids": token_ids,
+            "ttl_s": source.ttl_s,
+        }
+        answer = await call(engine, "add", **values)
+        if not answer["source"]["is_computed"]:
+            try:
+                await _compute(engine, token_ids, salt)
+                found = await call(engine, "find", name=source.name, cache_salt=salt)
+            except BaseException:
+                if answer["is_new"]:
+                    await call(engine, "remove", name=source.name, cache_salt=salt)
+                raise
+            answer["source"] = found["source"]
+    except SourceError as error:
+        return refusal(error)
+    return JSONResponse(answer["source"], status_code=201 if answer["is_new"] else 200)
+
+
+async def _list(request: Request, salt: Salt = None) -> JSONResponse:
+    """The tenant's sources."""
+    try:
+        answer = await call(
+            request.app.state.bounded_kv_engine, "list", cache_salt=checked_salt(salt)
+        )
+    except SourceError as error:
+        return refusal(error)
+    return JSONResponse({"object": "list", **answer})
+
+
+async def _show(name: str, request: Request, salt: Salt = None) -> JSONResponse:
+    """One source of the tenant's."""
+    return await _about("find", name, request, salt)
+
+
+async def _delete(name: str, request: Request, salt: Salt = None) -> JSONResponse:
+    """Let a source go. Running requests keep what they use."""
+    return await _about("remove", name, request, salt)
+
+
+async def _about(action: str, name: str, request: Request, salt: str | None) -> JSONResponse:
+    engine = request.app.state.bounded_kv_engine
+    try:
+        answer = await call(engine, action, name=name, cache_salt=checked_salt(salt))
+    except SourceError as error:
+        return refusal(error)
+    return JSONResponse({**answer["source"], **({"deleted": True} if action == "remove" else {})})
+
+
+async def _tokens(source: NewSource, request: Request) -> list[int]:
+    """The source's tokens, as vLLM's own `/tokenize` makes them."""
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+    from vllm.entrypoints.serve.tokenize.protocol import (
+        TokenizeChatRequest,
+        TokenizeCompletionRequest,
+    )
+
+    if source.prompt_token_ids is not None:
+        vocabulary = request.app.state.bounded_kv_engine.model_config.get_vocab_size()
+        largest = max(source.prompt_token_ids)
+        if largest >= vocabulary:
+            raise SourceError(
+                400,
+                "prompt_token_ids",
+                f"prompt_token_ids contain {largest}, but the model has {vocabulary} tokens",
+            )
+        return source.prompt_token_ids
+    if source.prompt is not None:
+        asked: Any = TokenizeCompletionRequest(
+            prompt=source.prompt, add_special_tokens=source.add_special_tokens
+        )
+    else:
+        messages: Any = source.messages
+        asked = TokenizeChatRequest(messages=messages, add_generation_prompt=False)
+    answer = await request.app.state.serving_tokenization.create_tokenize(asked, request)
+    if isinstance(answer, ErrorResponse):
+        raise SourceError(answer.error.code, answer.error.param or "prompt", answer.error.message)
+    tokens: list[int] = answer.tokens
+    return tokens
+
+
+async def _compute(engine: Any, token_ids: list[int], salt: str | None) -> None:
+    """Let the model read the source once; its blocks are pinned when the request ends."""
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    params = SamplingParams(
+        max_tokens=1, temperature=0, extra_args={"kv_source_len": len(token_ids)}
+    )
+    prompt = tokens_input(token_ids, cache_salt=salt)
+    async for _ in engine.generate(prompt, params, f"kv-source-{uuid.uuid4()}"):
+        pass
