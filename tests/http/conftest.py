@@ -1,4 +1,5 @@
-"""The tiny model behind one `vllm serve --kv-plugin bounded` that most of this tier shares."""
+"""The tiny model behind one `vllm serve --kv-plugin bounded` that most of this tier shares, and
+behind another whose streams outlive the model's positions and whose sources can be pinned."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from support import endless
 from support.server import serving, tiny_server_flags, wait_until_idle
 from vllm_bounded_kv.launch import VllmServer
 
@@ -35,6 +37,13 @@ def shared_server(tiny_model: Path) -> Iterator[VllmServer]:
         *("--max-num-seqs", "8", "--api-server-count", "1", "--enable-prompt-tokens-details"),
     ]
     with serving(tiny_model, flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def endless_server(tiny_model: Path) -> Iterator[VllmServer]:
+    # Development mode is what brings vLLM's /reset_prefix_cache.
+    with serving(tiny_model, endless.server_flags(), {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         yield server
 
 

@@ -6,15 +6,15 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from support.engine import LOGPROB_TOL, Answer, Ask, expect_exact
-from support.oracle_llama import OracleLlama, assert_exact, bounded_mask
+from support.endless import LIMIT, MAX_LEN, MAX_PINNED, MAX_SOURCE, SLOTS, WINDOW
+from support.engine import Answer, Ask, expect_exact
+from support.oracle_llama import OracleLlama
 from support.server import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -26,40 +26,24 @@ from support.server import (
     metrics,
     openai_client,
     running_stream,
-    serving,
-    tiny_server_flags,
     wait_until,
     wait_until_idle,
 )
 from support.tiny_llama import random_prompt
 from vllm_bounded_kv.launch import VllmServer
 
-SINK, WINDOW, MAX_SOURCE, SLOTS = 5, 96, 96, 4
 NUM_SOURCES, SOURCE_LEN = 64, 70
 SOURCE_BLOCKS = SOURCE_LEN // BLOCK_SIZE
-MAX_PINNED = NUM_SOURCES * SOURCE_BLOCKS
-SLOT_BLOCKS = -(-(MAX_SOURCE + WINDOW) // BLOCK_SIZE)
+LONG = 800
+"""Tokens of an answer after which positions have fallen back."""
+assert NUM_SOURCES * SOURCE_BLOCKS == MAX_PINNED
 SOURCES = "/v1/bounded_kv/sources"
 
 
-@pytest.fixture(scope="module")
-def pinning_server(tiny_model: Path) -> Iterator[VllmServer]:
-    flags = [
-        *tiny_server_flags(SLOTS * SLOT_BLOCKS + MAX_PINNED),
-        *("--kv-plugin", "bounded", "--bounded-kv-positions", "absolute"),
-        *("--bounded-kv-sink", str(SINK), "--bounded-kv-window", str(WINDOW)),
-        *("--bounded-kv-max-source-len", str(MAX_SOURCE), "--bounded-kv-max-slots", str(SLOTS)),
-        *("--bounded-kv-max-pinned-blocks", str(MAX_PINNED)),
-        *("--max-num-seqs", "8", "--api-server-count", "1", "--enable-prompt-tokens-details"),
-    ]
-    with serving(tiny_model, flags, {"VLLM_SERVER_DEV_MODE": "1"}) as server:
-        yield server
-
-
 @pytest.fixture
-def url(pinning_server: VllmServer) -> Iterator[str]:
+def url(endless_server: VllmServer) -> Iterator[str]:
     """The server, with no source afterwards and every block back."""
-    url = pinning_server.url
+    url = endless_server.url
     yield url
     for salt in (None, "red", "blue"):
         for source in listed(url, salt)["data"]:
@@ -136,7 +120,7 @@ def test_a_request_names_its_source(url: str, oracle: OracleLlama, stream: bool)
     pin(url, "voice", source)
     wait_until_idle(url)
     if stream:
-        named = Ask(prompt, 3 * WINDOW, {"kv_source": "voice"})
+        named = Ask(prompt, LONG, {"kv_source": "voice"})
         answer = complete(url, named, prompt_tokens=SOURCE_LEN + len(prompt))
         assert answer.num_cached == SOURCE_BLOCKS * BLOCK_SIZE
         tokens, logprobs = answer.tokens, answer.logprobs
@@ -144,7 +128,7 @@ def test_a_request_names_its_source(url: str, oracle: OracleLlama, stream: bool)
         done = openai_client(url).completions.create(
             model=SERVED,
             prompt=prompt,
-            max_tokens=3 * WINDOW,
+            max_tokens=LONG,
             temperature=0,
             logprobs=0,
             extra_body={
@@ -156,14 +140,9 @@ def test_a_request_names_its_source(url: str, oracle: OracleLlama, stream: bool)
         choice: Any = done.choices[0]
         tokens, logprobs = choice.token_ids, choice.logprobs.token_logprobs
         assert choice.prompt_token_ids == [*source, *prompt]
-    assert_exact(
-        oracle,
-        [*source, *prompt],
-        tokens,
-        lambda n: bounded_mask(n, SOURCE_LEN, WINDOW),
-        logprobs=logprobs,
-        logprob_tol=LOGPROB_TOL,
-    )
+    asked = Ask([*source, *prompt], len(tokens))
+    answer = Answer(tokens, logprobs, 0)
+    expect_exact(oracle, asked, answer, SOURCE_LEN, WINDOW, limit=LIMIT)
 
 
 def test_a_request_just_sends_the_same_tokens(url: str, oracle: OracleLlama) -> None:
@@ -171,7 +150,7 @@ def test_a_request_just_sends_the_same_tokens(url: str, oracle: OracleLlama) -> 
     ask = Ask([*source_of(1), 65, 66], 50, {"kv_source_len": SOURCE_LEN})
     answer = complete(url, ask)
     assert answer.num_cached == SOURCE_BLOCKS * BLOCK_SIZE
-    expect_exact(oracle, ask, answer, SOURCE_LEN, WINDOW)
+    expect_exact(oracle, ask, answer, SOURCE_LEN, WINDOW, limit=LIMIT)
 
 
 def test_chat(url: str) -> None:
@@ -289,12 +268,12 @@ def test_two_tenants(url: str) -> None:
 
 def test_deleted_while_in_use(url: str, oracle: OracleLlama) -> None:
     pin(url, "voice", source_of(4))
-    ask = Ask([*source_of(4), 70], 6 * WINDOW, {"kv_source_len": SOURCE_LEN})
+    ask = Ask([*source_of(4), 70], LONG, {"kv_source_len": SOURCE_LEN})
     with in_background(lambda: complete(url, ask)) as answer:
         wait_until(lambda: figures(url)["slots_used"], lambda n: n == 1)
         assert delete(url, "voice").status_code == 200
         complete(url, Ask(random_prompt(150), 3, {"kv_sink": MAX_SOURCE}))
-        expect_exact(oracle, ask, answer.result(), SOURCE_LEN, WINDOW)
+        expect_exact(oracle, ask, answer.result(), SOURCE_LEN, WINDOW, limit=LIMIT)
 
 
 def test_a_reset_of_the_prefix_cache(url: str) -> None:
@@ -360,7 +339,7 @@ def test_source_and_prompt_must_leave_room(url: str) -> None:
     with pytest.raises(openai.BadRequestError, match="leaves no room for an answer"):
         openai_client(url).completions.create(
             model=SERVED,
-            prompt=random_prompt(8192 - SOURCE_LEN),
+            prompt=random_prompt(MAX_LEN - SOURCE_LEN),
             max_tokens=1,
             stream=True,
             extra_body={"vllm_xargs": {"kv_source": "voice"}},
