@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.quality.perplexity import block_sums, perplexity
-from benchmarks.quality.schemes import STREAMING, Scheme
+from benchmarks.quality.schemes import KINDS, STREAMING, Scheme
 
 LAST = 16_384
 """Tokens at the end, where drift would show."""
@@ -71,6 +71,7 @@ class Results:
             "perplexity": round(perplexity(sums, len(nats) + 1), 4),
             "nats_per_1024": [round(s, 4) for s in sums],
         }
+        self.schemes = dict(sorted(self.schemes.items(), key=lambda item: _place(item[1])))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(self._to_json(), encoding="utf-8")
@@ -122,6 +123,11 @@ class Results:
             f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in self.schemes.items()
         )
         return f'{{"setup": {json.dumps(self.setup)},\n"schemes": {{\n{entries}\n}}}}\n'
+
+
+def _place(entry: dict[str, Any]) -> tuple[int, int, int]:
+    """Where an entry stands in tables, whatever the order it was measured in."""
+    return KINDS.index(entry["kind"]), entry["sink"], entry["limit"] or 0
 
 
 def _rounded(value: float | None) -> float | None:

@@ -146,11 +146,11 @@ def test_schemes() -> None:
         "full",
         "window W=512",
         "absolute S=4 W=508",
+        "streaming S=4 W=508",
         "rebase S=4 W=508 L=1024",
         "rebase S=4 W=508 L=8192",
-        "streaming S=4 W=508",
-        "rebase S=64 W=448 L=2048",
         "streaming S=64 W=448",
+        "rebase S=64 W=448 L=2048",
     ]
     assert chosen[0].num_tokens(65_536) == 16_384
     assert schemes(["rebase"], [(1, 7)], [9]) == [Scheme("rebase", 1, 7, 9)]
@@ -182,9 +182,9 @@ def test_results_are_kept_and_taken_up_again(tmp_path: Path) -> None:
     assert again.ratio(str(rebase), 4096) == pytest.approx(1.2, rel=1e-4)
     assert again.perplexity("full", 4096, 8192) is None
     assert [line.split(" | ")[1:] for line in table(again).splitlines()[2:]] == [
-        ["6.00", "1.2000", "6.00", "6.00 |"],
-        ["5.00", "1.0000", "5.00", "5.00 |"],
         ["", "", "4.00", " |"],
+        ["5.00", "1.0000", "5.00", "5.00 |"],
+        ["6.00", "1.2000", "6.00", "6.00 |"],
     ]
     with pytest.raises(ValueError, match=r"its results are of model='m', not 'n'; give --fresh"):
         Results.resume(path, {**setup, "model": "n"})
