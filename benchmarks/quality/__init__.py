@@ -1,0 +1,1 @@
+"""Perplexity of long real text under every scheme: `python -m benchmarks.quality`."""

@@ -1,0 +1,69 @@
+"""One scheme in a process of its own: engines of one process share what vLLM keeps globally."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.quality.schemes import STREAMING, Scheme
+
+
+def run(scheme: Scheme, model: str, tokens: Sequence[int]) -> tuple[NDArray[np.float32], float]:
+    """Score a text in a new process, with a progress bar on stderr.
+
+    Args:
+        scheme: what to run.
+        model: folder.
+        tokens: `n` ids.
+
+    Returns:
+        `[n - 1]` in nats, and the seconds it took, start-up included.
+    """
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        nats = pool.submit(_score, scheme, model, list(tokens)).result()
+    return nats, time.perf_counter() - start
+
+
+def _score(scheme: Scheme, model: str, tokens: list[int]) -> NDArray[np.float32]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    from tqdm import tqdm
+
+    try:
+        scorer = _scorer(scheme, model, len(tokens))
+        with tqdm(total=len(tokens) - 1, desc=str(scheme), unit="tok", file=sys.stderr) as bar:
+            return scorer(tokens, lambda done: bar.update(done - bar.n))
+    except Exception as error:  # not every exception of an engine travels between processes
+        raise RuntimeError(f"{scheme}: {type(error).__name__}: {error}") from None
+
+
+def _scorer(scheme: Scheme, model: str, num_tokens: int) -> Callable[..., NDArray[np.float32]]:
+    if scheme.kind == STREAMING:
+        import torch
+
+        from benchmarks.quality.streaming_llm import StreamingLlama
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        reference = StreamingLlama.from_folder(model)
+
+        def by_reference(tokens: list[int], on_progress: Any) -> NDArray[np.float32]:
+            nats = reference.score(tokens, scheme.sink, scheme.window, on_progress=on_progress)
+            return nats.numpy()
+
+        return by_reference
+    from benchmarks.quality.engine import engine_options, score
+
+    options = engine_options(scheme, model, num_tokens)
+    return lambda tokens, on_progress: score(options, tokens, on_progress)
