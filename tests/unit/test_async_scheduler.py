@@ -30,6 +30,7 @@ from support.tiny_llama import random_prompt
 from vllm_bounded_kv.engine import scheduler as scheduler_module
 from vllm_bounded_kv.engine.blocks import BoundedBlockManager
 from vllm_bounded_kv.engine.header import HEADER_LEN
+from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.scheduler import BoundedAsyncScheduler, BoundedScheduler
 from vllm_bounded_kv.engine.settings import policy_of
 from vllm_bounded_kv.engine.spec import bounded_spec
@@ -181,9 +182,20 @@ def make_core(
     """Makes cores; afterwards every block of theirs must be back."""
     cores = []
 
-    def make(num_blocks: int = 60, max_slots: int | None = None, **kwargs: Any) -> Core:
-        bounded = {"sink": SINK, "window": WINDOW, "max_source_len": SOURCE_LEN}
-        args = engine_args({**bounded, "max_slots": max_slots}, block_size=BLOCK, **kwargs)
+    def make(
+        num_blocks: int = 60,
+        max_slots: int | None = None,
+        max_pinned_blocks: int | None = None,
+        **kwargs: Any,
+    ) -> Core:
+        bounded = {
+            "sink": SINK,
+            "window": WINDOW,
+            "max_source_len": SOURCE_LEN,
+            "max_slots": max_slots,
+            "max_pinned_blocks": max_pinned_blocks,
+        }
+        args = engine_args(bounded, block_size=BLOCK, **kwargs)
         config = args.create_engine_config()
         config.scheduler_config.async_scheduling = request.param is BoundedAsyncScheduler
         cores.append(Core(request.param, config, num_blocks))
@@ -444,6 +456,85 @@ def test_streams_that_come_and_go_at_random(make_core: MakeCore, seed: int) -> N
     whole = [r for r in added if r.status is not RequestStatus.FINISHED_ABORTED]
     assert whole
     assert all(r.num_output_tokens == r.max_tokens for r in whole)
+
+
+# --- pinned sources --------------------------------------------------------------------------
+
+
+def pin(core: Core, action: str, **values: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = core.scheduler.bounded_kv_sources(action, values, core.hasher)
+    core.check()
+    return answer
+
+
+def test_slots_are_counted_beside_the_pins(make_core: MakeCore) -> None:
+    slots, pins = 3, 5
+    for given, num_blocks, expected in (
+        (pins, slots * LARGE + pins, pins),
+        (None, slots * LARGE + 2, 2),
+        (0, slots * LARGE, 0),
+    ):
+        core = make_core(num_blocks, max_slots=slots, max_pinned_blocks=given)
+        shown = core.scheduler.bounded_kv_figures()
+        assert (shown["slots_total"], shown["max_pinned_blocks"]) == (slots, expected)
+    core = make_core(slots * LARGE + pins, max_pinned_blocks=pins + 1)
+    assert core.scheduler.bounded_kv_figures()["slots_total"] == slots - 1
+    with pytest.raises(
+        PolicyError, match=r"max-slots=3: needs 24 blocks .* beside 6 for pinned .* pool has 29"
+    ):
+        make_core(slots * LARGE + pins, max_slots=slots, max_pinned_blocks=pins + 1)
+
+
+def test_a_pin_is_no_stream_that_shares(make_core: MakeCore) -> None:
+    core = make_core(max_pinned_blocks=SHARED)
+    core.add("a", over_source(5), **OVER_SOURCE)
+    core.steps(3)
+    pin(core, "add", name="voice", token_ids=SOURCE)
+    for number, shared in ((1, 0), (2, SHARED)):
+        shown = core.scheduler.bounded_kv_figures()
+        assert (shown["slots_used"], shown["pinned_blocks"]) == (number, SHARED)
+        assert (shown["source_blocks_held"], shown["source_blocks_shared"]) == (SHARED, shared)
+        core.add(f"b{number}", over_source(6), **OVER_SOURCE)
+        core.steps(3)
+    pin(core, "remove", name="voice")
+    core.run()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sources_that_come_and_go_at_random(make_core: MakeCore, seed: int) -> None:
+    """Among streams that do, and resets: all sums add up, and what is pinned is always a hit."""
+    choose = random.Random(seed)
+    core = make_core(num_blocks=4 * LARGE + 9, max_slots=4, max_pinned_blocks=9)
+    names = itertools.count()
+    contents = [
+        random_prompt(length, seed=i % 3) for i, length in enumerate((48, 33, 16, 47, 48, 20))
+    ]
+    for _ in range(300):
+        what = choose.choice(["add", "remove", "stream", "abort", "reset", "step", "step", "step"])
+        source = choose.randrange(len(contents))
+        if what == "add":
+            ttl_s = choose.choice([None, 1e9, 1e-9])
+            pin(core, "add", name=f"s{source}", token_ids=contents[source], ttl_s=ttl_s)
+        elif what == "remove":
+            pin(core, "remove", name=f"s{source}")
+        elif what == "stream":
+            length = len(contents[source])
+            prompt = [*contents[source], *random_prompt(choose.randrange(1, 90), seed=length)]
+            core.add(f"r{next(names)}", prompt, choose.randrange(1, 40), kv_source_len=length)
+        elif what == "abort" and core.scheduler.requests:
+            core.abort(choose.choice(sorted(core.scheduler.requests)))
+        elif what == "reset":
+            core.scheduler.reset_prefix_cache(reset_running_requests=choose.random() < 0.3)
+            core.check()
+        core.step()
+        sources = core.scheduler.sources
+        assert sources.num_blocks <= sources.max_blocks
+        for block_hash, held in sources._pins.items():
+            cached = core.pool.get_cached_block(block_hash, [0])
+            assert held.block is None or cached, "a pinned block is no longer found"
+    core.run()
+    for source in pin(core, "list")["data"]:
+        pin(core, "remove", name=source["name"])
 
 
 # --- controls: these tests can fail ----------------------------------------------------------
