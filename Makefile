@@ -3,7 +3,7 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench clean
+.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ check: setup  ## Lint, format, types, import contracts
 
 bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
 	@.venv/bin/python -m benchmarks $(ARGS)
+
+soak: setup  ## One stream of a million tokens beside short ones (hours); blocks, memory, latency
+	@.venv/bin/python -m benchmarks.soak $(ARGS)
 
 clean:  ## Remove .venv and caches (not the default model in the user's cache)
 	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
