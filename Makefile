@@ -3,7 +3,7 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench eval clean
+.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench eval soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
 	@.venv/bin/python -m benchmarks.quality $(ARGS)
+
+soak: setup  ## One stream of a million tokens beside short ones (hours); blocks, memory, latency
+	@.venv/bin/python -m benchmarks.soak $(ARGS)
 
 clean:  ## Remove .venv and caches (not the default model in the user's cache)
 	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

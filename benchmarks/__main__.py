@@ -18,6 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.engines import BenchEngine, EngineSetup, Task, engines
+from benchmarks.geometry import kv_bytes_per_token
 from vllm_bounded_kv.default_model import ensure_default_model
 
 STOCK, BOUNDED = "stock", "bounded"
@@ -192,18 +193,9 @@ def _rebase_row(args: argparse.Namespace) -> dict[str, Any]:
     return row
 
 
-def _bytes_per_token(args: argparse.Namespace) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(args.model)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    per_layer: int = 2 * config.num_key_value_heads * head_dim * 4
-    return per_layer * config.num_hidden_layers
-
-
 def _pool(args: argparse.Namespace, num_tokens: int) -> int:
     """Bytes for that many tokens, and for vLLM's null block at its largest default size."""
-    return _bytes_per_token(args) * (num_tokens + 128)
+    return kv_bytes_per_token(args.model) * (num_tokens + 128)
 
 
 def _streams_row(args: argparse.Namespace) -> dict[str, Any]:

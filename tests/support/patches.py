@@ -11,6 +11,7 @@ def patched_globals() -> list[tuple[Any, str]]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.input_processor import InputProcessor
 
     return [
@@ -22,5 +23,6 @@ def patched_globals() -> list[tuple[Any, str]]:
         (EngineCore, "preprocess_add_request"),
         (EngineCore, "bounded_kv_figures"),
         (EngineCore, "bounded_kv_sources"),
+        (BaseIncrementalDetokenizer, "get_next_output_text"),
         (vllm.plugins, "load_endpoint_plugins"),
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import psutil
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.server_processes import family, is_named, let_front_end_go_first
 from support.engine import Answer, Ask
 from support.tiny_llama import TinyLlama
 from vllm_bounded_kv.launch import VllmServer
@@ -49,27 +49,17 @@ def tiny_server_flags(num_blocks: int) -> list[str]:
 def serving(
     model: Path, flags: Sequence[str], env: dict[str, str] | None = None
 ) -> Iterator[VllmServer]:
-    """A server whose front end comes before its engine.
-
-    While requests run, vLLM's engine processes spin for work. On two cores they starve the API
-    server for seconds, stock vLLM's as well, which would hide what these tests look at.
-    """
+    """A server whose front end comes before its engine."""
     with VllmServer(model, flags, env) as server:
-        for process in processes(server, "EngineCore", "Worker"):
-            for thread in process.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, 15)
+        assert server.process is not None
+        let_front_end_go_first(server.process.pid)
         yield server
 
 
 def processes(server: VllmServer, *names: str) -> list[psutil.Process]:
     """The server's processes whose titles contain one of `names`."""
     assert server.process is not None
-    family = psutil.Process(server.process.pid)
-    return [
-        process
-        for process in (family, *family.children(recursive=True))
-        if any(name in " ".join(process.cmdline()) for name in names)
-    ]
+    return [process for process in family(server.process.pid) if is_named(process, *names)]
 
 
 def openai_client(url: str) -> OpenAI:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ INSTALL: list[tuple[Callable[[], None], list[str]]] = [
     ),
     (compat.install_engine_core_hooks, ["EngineCore.preprocess_add_request"]),
     (lambda: compat.install_endpoint(ignore), ["vllm.plugins.load_endpoint_plugins"]),
+    (compat.forget_sent_text, ["BaseIncrementalDetokenizer.get_next_output_text"]),
 ]
 PATCHED = [target for _, targets in INSTALL for target in targets]
 
@@ -41,9 +43,11 @@ def owner_of(target: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.input_processor import InputProcessor
 
-    owners = {owner.__name__: owner for owner in (EngineArgs, AsyncLLM, EngineCore, InputProcessor)}
+    classes = (EngineArgs, AsyncLLM, EngineCore, InputProcessor, BaseIncrementalDetokenizer)
+    owners: dict[str, Any] = {owner.__name__: owner for owner in classes}
     return {**owners, "vllm.plugins": vllm.plugins}[target.rpartition(".")[0]]
 
 
@@ -236,3 +240,46 @@ def test_the_cpu_backend_is_put_back(
         assert fails
     assert (_ATTN_OVERRIDES, cpu.get_path()) == (before, path_before)
     assert clears == [f"{__name__}.Backend", path_before]
+
+
+TEXTS = ["", "a", "b", "ab", "aab", "bba", "abab", "c", "", "cab"]
+STOPS = [None, "ab", ["abab"], ["bb", "aba"], ["cabab", "aaab"], ["c", "bcab"], ["abcabcab"]]
+
+
+def streamed(choose: random.Random, limit: int) -> tuple[list[str], int]:
+    """What a streaming client is sent of random tokens, and the most text that was kept."""
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+
+    class Detokenizer(BaseIncrementalDetokenizer):
+        def decode_next(self, next_token_id: int) -> str:
+            return TEXTS[next_token_id]
+
+    params = SimpleNamespace(
+        stop=choose.choice(STOPS),
+        min_tokens=choose.choice([0, 0, 3, 7]),
+        include_stop_str_in_output=choose.random() < 0.5,
+    )
+    interval = choose.choice([1, 1, 3])
+    detokenizer = Detokenizer(SimpleNamespace(sampling_params=params))  # type: ignore[arg-type]
+    sent, kept = [], 0
+    for step in range(limit):
+        new = [choose.randrange(len(TEXTS)) for _ in range(choose.choice([1, 1, 1, 2, 4, 0]))]
+        stopped = detokenizer.update(new, False)
+        finished = bool(stopped) or step == limit - 1
+        if step % interval == 0 or finished:
+            sent.append(detokenizer.get_next_output_text(finished, True))
+        kept = max(kept, len(detokenizer.output_text))
+        if finished:
+            break
+    return sent, kept
+
+
+def test_forgetting_sent_text_changes_no_text(stock_vllm: None) -> None:
+    """Whatever is to be looked for in it."""
+    seeds = range(3000)
+    stock = [streamed(random.Random(seed), 40) for seed in seeds]
+    compat.forget_sent_text()
+    forgetful = [streamed(random.Random(seed), 40) for seed in seeds]
+    assert [sent for sent, _ in forgetful] == [sent for sent, _ in stock]
+    assert max(kept for _, kept in stock) > 40
+    assert max(kept for _, kept in forgetful) < 40

@@ -295,6 +295,32 @@ def install_endpoint(make_plugin: Callable[[], Any]) -> None:
     _wrap(vllm.plugins, "load_endpoint_plugins", make)
 
 
+def forget_sent_text() -> None:
+    """Patch: `BaseIncrementalDetokenizer.get_next_output_text`. The API server keeps the text of a
+    whole stream and copies it for each token (`self.output_text += ...`): 0.02 ms a token at
+    100,000 tokens, 1 to 3 ms at a million, where each copy is memory mapped anew. A stream that
+    sends only what is new needs the text not sent yet, and before it what a stop string may span.
+
+    Remove when vLLM forgets it too.
+    """
+    from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
+
+    def make(original: Callable[..., str]) -> Callable[..., str]:
+        def get_next_output_text(self: Any, finished: bool, delta: bool) -> str:
+            text = original(self, finished, delta)
+            if delta:
+                reach = max(map(len, self.stop), default=0)
+                sent = self._last_output_text_offset - reach
+                if sent > 0:
+                    self.output_text = self.output_text[sent:]
+                    self._last_output_text_offset -= sent
+            return text
+
+        return get_next_output_text
+
+    _wrap(BaseIncrementalDetokenizer, "get_next_output_text", make)
+
+
 def rewind_cpu_generators(runner: Any) -> None:
     """Patch: one CPU runner's `_sample` and `_bookkeeping_sync`. A request with a seed samples a
     token after each chunk of its prompt, which is discarded; vLLM then moves its generator back by

@@ -71,3 +71,4 @@ def _activate(config: VllmConfig) -> None:
     config.parallel_config.worker_cls = CPU_WORKER
     compat.install_front_end(check_request, prepare_request, open_sessions)
     compat.install_endpoint(BoundedKVEndpoint)
+    compat.forget_sent_text()
