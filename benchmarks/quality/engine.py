@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.geometry import kv_bytes_per_token
 from benchmarks.quality.schemes import FULL, REBASE, WINDOW, Scheme
 
 CHUNK = 512
@@ -30,7 +31,7 @@ def engine_options(scheme: Scheme, model: str, num_tokens: int) -> dict[str, Any
         "max_model_len": length,
         "max_num_batched_tokens": CHUNK,
         "max_num_seqs": 1,
-        "kv_cache_memory_bytes": _bytes_per_token(model) * (entries + 1024),
+        "kv_cache_memory_bytes": kv_bytes_per_token(model) * (entries + 1024),
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -50,12 +51,6 @@ def _config(model: str) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(model)
-
-
-def _bytes_per_token(model: str) -> int:
-    config = _config(model)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
 
 
 def score(
