@@ -46,7 +46,7 @@ def plot(results: Results, path: Path) -> None:
         ticks(lambda y, _: f"{y:,.0f}")
     upper.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     upper.set_ylabel("perplexity of each 1,024 tokens (log)")
-    upper.legend(fontsize=8, ncols=2)
+    upper.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     lower.axhline(1, color="grey", linewidth=0.8)
     lower.set_ylim(0.97, 1.05)
     lower.set_ylabel(f"ratio to StreamingLLM,\neach {stretch:,} tokens (cut at 1.05)")
