@@ -74,7 +74,7 @@ def make_plan(tokens: int, beside: int, token_ids: range, num_readings: int = NU
         beside=beside,
         token_ids=token_ids,
         step_tokens=2 * streams,
-        num_readings=NUM_READINGS,
+        num_readings=num_readings,
         fresh_tokens=max(tokens // FRESH_SHARE, MIN_TOKENS // 10),
     )
 
@@ -135,6 +135,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         value = getattr(args, name)
         if value < lowest:
             parser.error(f"--{name} {value}: must be at least {lowest:,}")
+    if args.model is not None:
+        try:
+            vocab_size(args.model)
+        except (OSError, ValueError) as error:
+            parser.error(f"--model {args.model}: {str(error).splitlines()[0]}")
     if args.out.is_dir():
         parser.error(f"--out {args.out}: is a folder; must be a file")
     for parent in args.out.absolute().parents:

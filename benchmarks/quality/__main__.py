@@ -91,6 +91,10 @@ def _prepare(args: argparse.Namespace) -> tuple[list[Scheme], Text, Results]:
     Raises:
         ValueError: naming the option, its value and the limit.
     """
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out={args.out}: must be a folder: {error.strerror}") from error
     if len(args.sink) != len(args.window):
         raise ValueError(f"--sink={args.sink}, --window={args.window}: give as many of each")
     if args.model is None:

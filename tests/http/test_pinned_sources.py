@@ -322,6 +322,7 @@ def test_a_name_means_one_thing(url: str) -> None:
         ({"vllm_xargs": {"kv_source": 5}}, 400, "must be a name"),
         ({"vllm_xargs": {"kv_source": "a", "kv_source_len": 3}}, 400, "its own kv_source_len"),
         ({"vllm_xargs": {"kv_source": "a"}, "use_beam_search": True}, 400, "not with use_beam"),
+        ({"vllm_xargs": {"kv_source": True}}, 400, "must not be a boolean"),
     ],
 )
 def test_requests_that_are_refused(
@@ -332,6 +333,32 @@ def test_requests_that_are_refused(
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
     expect_error(response, status, "kv_source", message)
     assert metrics(url).refusals()["kv_source"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"vllm_xargs": {"kv_window": True}}, "kv_window=True: must not be a boolean"),
+        (
+            {"vllm_xargs": {"kv_window": 9}, "use_beam_search": True},
+            "kv_window=9: not with use_beam",
+        ),
+    ],
+)
+def test_what_vllms_own_parsing_would_hide(url: str, extra: dict[str, Any], message: str) -> None:
+    body = {"model": SERVED, "prompt": "x", "max_tokens": 3, **extra}
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    expect_error(response, 400, "kv_window", message)
+
+
+def test_a_salt_that_is_not_ascii(url: str) -> None:
+    """Headers are bytes: what was pinned under it can be seen and let go."""
+    pin(url, "voice", source_of(9), cache_salt="bl\u00e4u \u6c34")
+    header = {"X-Cache-Salt": "bl\u00e4u \u6c34".encode()}
+    found = httpx.get(f"{url}{SOURCES}", headers=header, timeout=TIMEOUT_S).json()["data"]
+    assert [source["name"] for source in found] == ["voice"]
+    gone = httpx.delete(f"{url}{SOURCES}/voice", headers=header, timeout=TIMEOUT_S)
+    assert gone.status_code == 200
 
 
 def test_source_and_prompt_must_leave_room(url: str) -> None:

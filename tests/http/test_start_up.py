@@ -58,8 +58,14 @@ SHORT = ["--max-model-len", "512"]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([*SHORT, "--bounded-kv-sink", "512"], "sink=512: leaves no window within .*=512"),
-        ([*SHORT, "--bounded-kv-max-source-len", "600"], "sink=600: leaves no window within .*512"),
+        (
+            [*SHORT, "--bounded-kv-sink", "512"],
+            r"max\(sink, max_source_len\)=512: leaves no window within .*=512",
+        ),
+        (
+            [*SHORT, "--bounded-kv-max-source-len", "600"],
+            r"max\(sink, max_source_len\)=600: leaves no window within .*512",
+        ),
         (
             [*SHORT, "--bounded-kv-sink", "500", "--bounded-kv-window", "13"],
             r"sink \+ window=513: is larger than max_model_len=512",

@@ -2,7 +2,8 @@
 
 Names are known to the engine core, so they are looked up before vLLM's handlers run, while a
 refusal can still be a status. The tokens wait in the request's context until vLLM has rendered the
-prompt.
+prompt. What vLLM's parsing would hide from the policy is refused here as well: a boolean, which it
+takes for a number, and beam search, which drops the arguments.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class NamedSourceMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the body, look the name up, hand the body on."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_json(scope):
             await self.app(scope, receive, send)
             return
         messages = [await receive()]
@@ -52,7 +53,7 @@ class NamedSourceMiddleware:
 
         token = None
         try:
-            if f'"{SOURCE_KEY}"'.encode() in body:
+            if b'"kv_' in body:
                 token = _named.set(await self._look_up(body))
             await self.app(scope, again, send)
         except SourceError as error:
@@ -66,20 +67,33 @@ class NamedSourceMiddleware:
         try:
             asked = json.loads(body)
             args = asked["vllm_xargs"]
-            name = args[SOURCE_KEY]
-        except (ValueError, TypeError, KeyError):
-            return None  # not a request that names one: for vLLM to answer
+            given = {name: args[name] for name in args if name.startswith("kv_")}
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None  # no request with arguments: for vLLM to answer
+        for field, value in given.items():
+            if isinstance(value, bool):
+                raise SourceError(400, field, f"{field}={value!r}: must not be a boolean")
+            if asked.get("use_beam_search"):
+                raise SourceError(400, field, f"{field}={value!r}: not with use_beam_search")
+        if SOURCE_KEY not in given:
+            return None
+        name = given[SOURCE_KEY]
         if not isinstance(name, str):
             raise SourceError(400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: must be a name")
         if "kv_source_len" in args:
             raise SourceError(
-                400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: comes with its own kv_source_len"
+                400,
+                SOURCE_KEY,
+                f"{SOURCE_KEY}={name!r}: comes with its own kv_source_len; leave that out",
             )
-        if asked.get("use_beam_search"):
-            raise SourceError(400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: not with use_beam_search")
         salt = checked_salt(asked.get("cache_salt"))
         found = await call(self.get_engine(), "find", name=name, cache_salt=salt)
         return NamedSource(name, found["token_ids"])
+
+
+def _is_json(scope: Any) -> bool:
+    """Whether the request says so; vLLM takes nothing else where arguments can be given."""
+    return any(name == b"content-type" and b"json" in value for name, value in scope["headers"])
 
 
 def with_named_source(prompt: Any, params: Any, max_model_len: int) -> tuple[Any, Any]:

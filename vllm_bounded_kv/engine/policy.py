@@ -190,7 +190,9 @@ class EnginePolicy:
             room = max_model_len - self.max_sink
             if room < 1:
                 raise PolicyError(
-                    "sink", self.max_sink, f"leaves no window within max_model_len={max_model_len}"
+                    "max(sink, max_source_len)",
+                    self.max_sink,
+                    f"leaves no window within max_model_len={max_model_len}; lower the larger",
                 )
             if max_positions is not None and max_model_len > max_positions and not why_not:
                 # Positions must fall back, and need room to do so.

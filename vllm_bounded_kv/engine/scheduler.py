@@ -72,7 +72,8 @@ class BoundedSchedulerMixin:
         num_layers = len(group.layer_names)
         self.block_bytes = spec.page_size_bytes * num_layers
         if max_pinned is None:
-            max_pinned = pool_blocks - self.num_slots * spec.slot_blocks
+            can_pin = self.bounded_policy.max_source_len >= spec.block_size
+            max_pinned = pool_blocks - self.num_slots * spec.slot_blocks if can_pin else 0
         self.sources = PinnedSources(
             self.bounded_manager.block_pool, max_pinned, spec.block_size, self.block_bytes
         )

@@ -134,11 +134,19 @@ async def _pin(source: NewSource, request: Request) -> JSONResponse:
     return JSONResponse(answer["source"], status_code=201 if answer["is_new"] else 200)
 
 
+def _from_header(salt: str | None) -> str | None:
+    """The header's value as text: clients send UTF-8, servers read Latin-1."""
+    try:
+        return checked_salt(salt and salt.encode("latin-1").decode("utf-8"))
+    except UnicodeError:
+        return checked_salt(salt)
+
+
 async def _list(request: Request, salt: Salt = None) -> JSONResponse:
     """The tenant's sources."""
     try:
         answer = await call(
-            request.app.state.bounded_kv_engine, "list", cache_salt=checked_salt(salt)
+            request.app.state.bounded_kv_engine, "list", cache_salt=_from_header(salt)
         )
     except SourceError as error:
         return refusal(error)
@@ -158,7 +166,7 @@ async def _delete(name: str, request: Request, salt: Salt = None) -> JSONRespons
 async def _about(action: str, name: str, request: Request, salt: str | None) -> JSONResponse:
     engine = request.app.state.bounded_kv_engine
     try:
-        answer = await call(engine, action, name=name, cache_salt=checked_salt(salt))
+        answer = await call(engine, action, name=name, cache_salt=_from_header(salt))
     except SourceError as error:
         return refusal(error)
     return JSONResponse({**answer["source"], **({"deleted": True} if action == "remove" else {})})

@@ -148,8 +148,9 @@ class PinnedSources:
             raise SourceError(
                 404,
                 "kv_source",
-                f"kv_source={name!r}: no such source here; POST it to /v1/bounded_kv/sources first "
-                "(a cache_salt has sources of its own)",
+                f"kv_source={name!r}: no such source here; POST it to /v1/bounded_kv/sources "
+                "first (a cache_salt has its own: a field of requests, elsewhere the header "
+                "X-Cache-Salt)",
             ) from None
 
     def of_tenant(self, salt: str | None) -> list[Source]:
