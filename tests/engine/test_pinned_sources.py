@@ -243,7 +243,7 @@ def test_a_source_ends_with_its_time(engine: Engine, monkeypatch: pytest.MonkeyP
     ("tokens", "message"),
     [
         (MAX_SOURCE + 1, "the source has 97 tokens, more than this server's limit 96"),
-        (BLOCK - 1, "the source has 31 tokens, which fill no block of 32"),
+        (BLOCK - 1, "the server keeps 31 of the source's 31 tokens, which fill no block of 32"),
     ],
 )
 def test_sources_that_are_refused(engine: Engine, tokens: int, message: str) -> None:
@@ -258,6 +258,22 @@ def test_a_name_means_one_thing(engine: Engine) -> None:
     error = call(engine, "add", name="voice", token_ids=SOURCE[:64])["error"]
     assert error["status"] == 409
     assert "names another source of 96 tokens" in error["message"]
+
+
+def test_who_declared_it_last_may_abandon_it(engine: Engine) -> None:
+    """A computation that failed takes back its own source, not another's of that name."""
+    first = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
+    second = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
+    call(engine, "abandon", name="voice", claim=first)
+    assert len(sources(engine)["data"]) == 1
+    call(engine, "abandon", name="voice", claim=second)
+    assert sources(engine)["pinned_blocks"] == 0
+    claim = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
+    ask(engine, SOURCE)
+    call(engine, "abandon", name="voice", claim=claim)
+    assert len(sources(engine)["data"]) == 1, "what is computed stays"
+    call(engine, "remove", name="voice")
+    call(engine, "abandon", name="voice", claim=claim)
 
 
 def test_an_abandoned_source_leaves_nothing(engine: Engine) -> None:

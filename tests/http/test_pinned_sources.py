@@ -269,11 +269,16 @@ def test_two_tenants(url: str) -> None:
 def test_deleted_while_in_use(url: str, oracle: OracleLlama) -> None:
     pin(url, "voice", source_of(4))
     ask = Ask([*source_of(4), 70], LONG, {"kv_source_len": SOURCE_LEN})
-    with in_background(lambda: complete(url, ask)) as answer:
-        wait_until(lambda: figures(url)["slots_used"], lambda n: n == 1)
-        assert delete(url, "voice").status_code == 200
-        complete(url, Ask(random_prompt(150), 3, {"kv_sink": MAX_SOURCE}))
-        expect_exact(oracle, ask, answer.result(), SOURCE_LEN, WINDOW, limit=LIMIT)
+    deleted: list[httpx.Response] = []
+
+    def drop(_: int) -> None:
+        if not deleted:
+            deleted.append(delete(url, "voice"))
+            complete(url, Ask(random_prompt(150), 3, {"kv_sink": MAX_SOURCE}))
+
+    answer = complete(url, ask, on_chunk=drop)
+    assert deleted[0].status_code == 200
+    expect_exact(oracle, ask, answer, SOURCE_LEN, WINDOW, limit=LIMIT)
 
 
 def test_a_reset_of_the_prefix_cache(url: str) -> None:
@@ -299,8 +304,17 @@ def test_a_reset_of_the_prefix_cache(url: str) -> None:
         ({"name": "a", "prompt_token_ids": [1.5]}, "body.prompt_token_ids.0", "integer"),
         ({"name": "a", "prompt_token_ids": [10**6]}, "prompt_token_ids", "1000000"),
         ({"name": "a", "prompt": "x" * 97}, "prompt", "97 tokens, more than this server's limit"),
-        ({"name": "a", "prompt": "x" * 31}, "prompt", "31 tokens, which fill no block of 32"),
+        (
+            {"name": "a", "prompt": "x" * 31},
+            "prompt",
+            "31 of the source's 31 tokens, which fill no block",
+        ),
+        ({"name": "a", "prompt_token_ids": [9] * 97}, "prompt_token_ids", "97 tokens, more than"),
+        ({"name": "a", "prompt": "x", "ttl_s": True}, "body.ttl_s", "valid number"),
+        ({"name": "a", "messages": [{"role": 5}]}, "messages", "messages: "),
         ({"name": "a", "prompt": "x" * 40, "cache_salt": ""}, "cache_salt", "non-empty"),
+        ({"name": "a", "prompt": "x" * 40, "cache_salt": " b"}, "cache_salt", "printable"),
+        ({"name": "a", "prompt": "x" * 40, "cache_salt": "b\n"}, "cache_salt", "printable"),
     ],
 )
 def test_sources_that_are_refused(url: str, body: dict[str, Any], param: str, message: str) -> None:
@@ -323,6 +337,7 @@ def test_a_name_means_one_thing(url: str) -> None:
         ({"vllm_xargs": {"kv_source": "a", "kv_source_len": 3}}, 400, "its own kv_source_len"),
         ({"vllm_xargs": {"kv_source": "a"}, "use_beam_search": True}, 400, "not with use_beam"),
         ({"vllm_xargs": {"kv_source": True}}, 400, "must not be a boolean"),
+        ({"vllm_xargs": {"kv_source": "a"}, "echo": True}, 400, "not with echo"),
     ],
 )
 def test_requests_that_are_refused(
@@ -373,10 +388,40 @@ def test_source_and_prompt_must_leave_room(url: str) -> None:
         )
 
 
-def test_a_body_that_is_not_json_is_vllms_to_answer(url: str) -> None:
+def test_deleted_while_it_is_computed(url: str) -> None:
+    """All slots are busy, so its computation waits; the client is told what has happened."""
+    with ExitStack() as streams:
+        for seed in range(SLOTS):
+            ask = Ask(random_prompt(10, seed=seed), MAX_LEN - 20)
+            streams.enter_context(running_stream(url, ask))
+        with in_background(
+            lambda: post(url, name="voice", prompt_token_ids=source_of(10))
+        ) as answer:
+            wait_until(lambda: listed(url)["data"], lambda data: len(data) == 1)
+            assert delete(url, "voice").status_code == 200
+            streams.close()
+            expect_error(answer.result(), 409, "name", "was deleted, or its ttl_s ended, before")
+    assert listed(url)["data"] == []
+
+
+def test_an_escaped_key(url: str) -> None:
+    """JSON may write a letter by its number."""
+    pin(url, "voice", source_of(11))
+    args = '{"kv_sourc\\u0065": "voice"}'
+    answer = httpx.post(
+        f"{url}/v1/completions",
+        content=f'{{"model": "{SERVED}", "prompt": "x", "max_tokens": 2, "vllm_xargs": {args}}}',
+        headers={"Content-Type": "application/json"},
+        timeout=TIMEOUT_S,
+    )
+    assert answer.json()["usage"]["prompt_tokens"] == SOURCE_LEN + 1
+
+
+@pytest.mark.parametrize("content", [b'{"kv_source"', b'{"kv_a":' + b"[" * 200_000])
+def test_a_body_that_is_not_json_is_vllms_to_answer(url: str, content: bytes) -> None:
     response = httpx.post(
         f"{url}/v1/completions",
-        content=b'{"kv_source"',
+        content=content,
         headers={"Content-Type": "application/json"},
         timeout=TIMEOUT_S,
     )

@@ -480,7 +480,7 @@ def test_slots_are_counted_beside_the_pins(make_core: MakeCore) -> None:
     core = make_core(slots * LARGE + pins, max_pinned_blocks=pins + 1)
     assert core.scheduler.bounded_kv_figures()["slots_total"] == slots - 1
     with pytest.raises(
-        PolicyError, match=r"max-slots=3: needs 24 blocks .* beside 6 for pinned .* pool has 29"
+        PolicyError, match=r"pinned-blocks=6: needs 24 blocks .* beside 6 for pinned .* pool has 29"
     ):
         make_core(slots * LARGE + pins, max_slots=slots, max_pinned_blocks=pins + 1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +127,70 @@ def test_without_a_limit_it_stays() -> None:
     run(test)
 
 
+def test_the_clients_generator_is_run_by_one_task() -> None:
+    """As without limits: it may hold timeouts, task groups and context variables."""
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+
+    async def client() -> AsyncGenerator[int, None]:
+        token = variable.set(5)
+        async with asyncio.TaskGroup():
+            yield 1
+            assert variable.get() == 5
+            yield 2
+        variable.reset(token)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.sleep(LONG_S)
+        yield 3
+
+    async def test() -> None:
+        assert [piece async for piece in Session().pieces(client(), LONG_S)] == [1, 2, 3]
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["raises", "swallows"])
+def test_a_client_that_minds_being_ended(how: str) -> None:
+    async def client() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if how == "raises":
+                raise RuntimeError("the socket is closed") from None
+            yield 2
+
+    async def test() -> None:
+        session = Session()
+        pieces = session.pieces(client(), IDLE_S)
+        assert await anext(pieces) == 1
+        session.on_output(finished())
+        with pytest.raises(StopAsyncIteration):
+            await asyncio.wait_for(anext(pieces), LONG_S)
+
+    run(test)
+
+
+def test_the_client_is_asked_for_a_piece_when_the_last_was_taken() -> None:
+    asked = []
+
+    async def client() -> AsyncGenerator[int, None]:
+        for number in range(3):
+            asked.append(number)
+            yield number
+
+    async def test() -> None:
+        pieces = Session().pieces(client(), None)
+        assert await anext(pieces) == 0
+        await asyncio.sleep(0.02)
+        assert asked == [0]
+        assert await anext(pieces) == 1
+        assert asked == [0, 1]
+        await pieces.aclose()
+
+    run(test)
+
+
 def test_what_is_no_answer_is_ignored() -> None:
     session = Session()
     since = session.idle_since
@@ -157,7 +222,12 @@ def test_one_too_many_ends_the_longest_idle() -> None:
             await talk.say(1)
         second.session.on_output(finished())
         first.session.on_output(finished())
+        refused = sessions.open()
+        sessions.close(refused)  # vLLM did not take it: nobody has to go
+        assert not await second.ended(0.05)
         third = sessions.open()
+        assert third.makes_way is second.session
+        sessions.admit(third)
         assert len(sessions) == 2
         assert await second.ended() and second.is_closed
         assert not await first.ended(0.05)
@@ -180,7 +250,7 @@ def test_none_is_ended_in_the_middle_of_an_answer() -> None:
             sessions.open()
         assert not await talk.ended(0.05)
         talk.session.on_output(finished())
-        sessions.open()
+        sessions.admit(sessions.open())
         assert await talk.ended()
 
     run(test)

@@ -198,6 +198,7 @@ def install_front_end(
                 try:
                     pieces = session.pieces(input_stream, sessions.idle_s)
                     queue = await original(self, request_id, pieces, *args, **kwargs)
+                    sessions.admit(session)
                 except BaseException:
                     sessions.close(session)
                     raise

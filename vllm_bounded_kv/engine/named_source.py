@@ -53,7 +53,7 @@ class NamedSourceMiddleware:
 
         token = None
         try:
-            if b'"kv_' in body:
+            if b'"kv_' in body or b"\\u" in body:  # JSON may write any letter by its number
                 token = _named.set(await self._look_up(body))
             await self.app(scope, again, send)
         except SourceError as error:
@@ -87,7 +87,9 @@ class NamedSourceMiddleware:
                 f"{SOURCE_KEY}={name!r}: comes with its own kv_source_len; leave that out",
             )
         salt = checked_salt(asked.get("cache_salt"))
-        found = await call(self.get_engine(), "find", name=name, cache_salt=salt)
+        if asked.get("echo"):
+            raise SourceError(400, SOURCE_KEY, f"{SOURCE_KEY}={name!r}: not with echo")
+        found = await call(self.get_engine(), "find", name=name, cache_salt=salt, field=SOURCE_KEY)
         return NamedSource(name, found["token_ids"])
 
 

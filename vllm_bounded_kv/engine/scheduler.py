@@ -56,9 +56,13 @@ class BoundedSchedulerMixin:
         pool_slots = (pool_blocks - (max_pinned or 0)) // spec.slot_blocks
         if pool_slots < max(wanted or 1, 1):
             beside = f" beside {max_pinned} for pinned sources" if max_pinned else ""
+            field: tuple[str, Any] = ("--bounded-kv-window", self.bounded_policy.window)
+            if max_pinned and pool_blocks // spec.slot_blocks >= (wanted or 1):
+                field = ("--bounded-kv-max-pinned-blocks", max_pinned)
+            elif wanted:
+                field = ("--bounded-kv-max-slots", wanted)
             raise PolicyError(
-                "--bounded-kv-max-slots" if wanted else "--bounded-kv-window",
-                wanted or self.bounded_policy.window,
+                *field,
                 f"needs {(wanted or 1) * spec.slot_blocks} blocks of {spec.block_size} entries "
                 f"({spec.slot_blocks} a slot){beside}, but the pool has {pool_blocks}; lower it, "
                 "or give the cache more memory (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE "
@@ -122,9 +126,16 @@ class BoundedSchedulerMixin:
         self,
         token_ids: list[int],
         salt: str | None,
+        field: str,
         hasher: Callable[[Request], list[BlockHash]] | None,
     ) -> Sequence[BlockHash]:
         """Hashes of the blocks that a source of these tokens would hold.
+
+        Args:
+            token_ids: the source.
+            salt: of the tenant.
+            field: what the client gave it in.
+            hasher: vLLM's; `None` where prefix caching is off.
 
         Raises:
             SourceError: when it is longer than the server allows, or no block of it can be shared.
@@ -133,9 +144,18 @@ class BoundedSchedulerMixin:
         if length > limit:
             raise SourceError(
                 400,
-                "prompt",
-                f"the source has {length} tokens, more than this server's limit {limit} "
+                field,
+                f"{field}: the source has {length} tokens, more than this server's limit {limit} "
                 "(--bounded-kv-max-source-len)",
+            )
+        # A request adds a token of its own, and gets one at least.
+        longest = self.max_model_len - 2  # type: ignore[attr-defined]
+        if length > longest:
+            raise SourceError(
+                400,
+                field,
+                f"{field}: the source has {length} tokens, and more than {longest} leave no room "
+                f"for a request within max_model_len={longest + 2}",
             )
         if hasher is None:
             raise SourceError(400, "name", "prefix caching is off (--no-enable-prefix-caching)")
@@ -143,11 +163,13 @@ class BoundedSchedulerMixin:
         policy = self.bounded_policy.for_request({"kv_source_len": length}, length)
         num_blocks = min(length // block_size, policy.num_immutable_blocks(block_size))
         if not num_blocks:
+            kept = min(length, policy.sink)
             raise SourceError(
                 400,
-                "prompt",
-                f"the source has {length} tokens, which fill no block of {block_size}: nothing of "
-                "it could be shared; use a longer one, or a smaller --block-size",
+                field,
+                f"{field}: the server keeps {kept} of the source's {length} tokens, which fill no "
+                f"block of {block_size}: nothing of it could be shared; use a longer one, or a "
+                "smaller --block-size",
             )
         request = Request(
             request_id="source",
@@ -170,7 +192,7 @@ class BoundedSchedulerMixin:
             self.sources,
             action,
             values,
-            lambda token_ids, salt: self.pinnable(token_ids, salt, hasher),
+            lambda token_ids, salt, field: self.pinnable(token_ids, salt, field, hasher),
         )
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_bounded_kv.engine.compat import SOURCES_METHOD
 from vllm_bounded_kv.engine.sources import SourceError
@@ -32,10 +32,17 @@ class NewSource(BaseModel):
     )
     add_special_tokens: bool = True
     """Of `prompt`, as in completions."""
-    ttl_s: float | None = Field(None, ge=MIN_TTL_S, allow_inf_nan=False)
+    ttl_s: float | None = Field(None, ge=MIN_TTL_S, allow_inf_nan=False, strict=True)
     """Seconds until it is let go, counted from here. `None`: never."""
     cache_salt: str | None = None
     """The tenant, as in requests."""
+
+    @property
+    def field(self) -> str:
+        """What holds the source itself."""
+        if self.prompt is not None:
+            return "prompt"
+        return "messages" if self.messages is not None else "prompt_token_ids"
 
     @model_validator(mode="after")
     def _one_content(self) -> NewSource:
@@ -104,6 +111,13 @@ def checked_salt(salt: str | None) -> str | None:
         validate_cache_salt(salt)
     except VLLMValidationError as error:
         raise SourceError(400, "cache_salt", str(error)) from error
+    # A header must be able to carry it.
+    if salt is not None and (salt != salt.strip() or not salt.isprintable()):
+        raise SourceError(
+            400,
+            "cache_salt",
+            f"cache_salt={salt!r}: must be printable, without spaces at its ends",
+        )
     return salt
 
 
@@ -113,25 +127,44 @@ async def _pin(source: NewSource, request: Request) -> JSONResponse:
     try:
         salt = checked_salt(source.cache_salt)
         token_ids = await _tokens(source, request)
-        values = {
-            "name": source.name,
-            "cache_salt": salt,
-            "token_ids": token_ids,
-            "ttl_s": source.ttl_s,
-        }
-        answer = await call(engine, "add", **values)
+        named = {"name": source.name, "cache_salt": salt}
+        answer = await call(
+            engine, "add", **named, token_ids=token_ids, field=source.field, ttl_s=source.ttl_s
+        )
         if not answer["source"]["is_computed"]:
             try:
                 await _compute(engine, token_ids, salt)
-                found = await call(engine, "find", name=source.name, cache_salt=salt)
+                answer["source"] = await _computed(engine, named, answer["source"]["id"])
             except BaseException:
-                if answer["is_new"]:
-                    await call(engine, "remove", name=source.name, cache_salt=salt)
+                await call(engine, "abandon", **named, claim=answer["claim"])
                 raise
-            answer["source"] = found["source"]
     except SourceError as error:
         return refusal(error)
     return JSONResponse(answer["source"], status_code=201 if answer["is_new"] else 200)
+
+
+async def _computed(engine: Any, named: dict[str, Any], source_id: str) -> dict[str, Any]:
+    """The source that has just been computed.
+
+    Raises:
+        SourceError: when it is not what it was, or not computed after all.
+    """
+    try:
+        found: dict[str, Any] = (await call(engine, "find", **named))["source"]
+    except SourceError:
+        found = {}
+    if found.get("id") != source_id:
+        raise SourceError(
+            409,
+            "name",
+            f"name={named['name']!r}: was deleted, or its ttl_s ended, before it was computed; "
+            "post it again",
+        )
+    if not found["is_computed"]:
+        raise SourceError(
+            503, "name", f"name={named['name']!r}: its computation was aborted; post it again"
+        )
+    return found
 
 
 def _from_header(salt: str | None) -> str | None:
@@ -196,10 +229,18 @@ async def _tokens(source: NewSource, request: Request) -> list[int]:
         )
     else:
         messages: Any = source.messages
-        asked = TokenizeChatRequest(messages=messages, add_generation_prompt=False)
+        try:
+            asked = TokenizeChatRequest(messages=messages, add_generation_prompt=False)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SourceError(
+                400, "messages", f"messages: {first['msg']} at {list(first['loc'])[1:]}"
+            ) from error
     answer = await request.app.state.serving_tokenization.create_tokenize(asked, request)
     if isinstance(answer, ErrorResponse):
-        raise SourceError(answer.error.code, answer.error.param or "prompt", answer.error.message)
+        raise SourceError(
+            answer.error.code, answer.error.param or source.field, answer.error.message
+        )
     tokens: list[int] = answer.tokens
     return tokens
 

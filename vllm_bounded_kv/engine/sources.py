@@ -51,6 +51,8 @@ class Source:
     """Of its blocks that are pinned: the full ones inside the sink of who declares it."""
     expires: float | None
     """By `time.monotonic`; `None`: never."""
+    claim: int = 0
+    """Counts the times it was declared: who declared it last may abandon it."""
 
     @property
     def id(self) -> str:
@@ -71,6 +73,7 @@ class PinnedSources:
         self._pins: dict[BlockHash, _Pin] = {}
         self._missing: dict[BlockHash, None] = {}  # in order, of those not computed yet
         self._next_expiry: float | None = None
+        self._num_claims = 0
 
     @property
     def num_sources(self) -> int:
@@ -132,11 +135,27 @@ class PinnedSources:
             self.settle()
         else:
             known.expires = expires
+        self._num_claims += 1
+        self._sources[salt, name].claim = self._num_claims
         self._plan_expiry()
         return known is None
 
-    def find(self, name: str, salt: str | None) -> Source:
+    def abandon(self, name: str, salt: str | None, claim: int) -> None:
+        """Forget a source that could not be computed, unless somebody has declared it since."""
+        source = self._sources.get((salt, name))
+        if source is not None and source.claim == claim and not self.is_computed(source):
+            self._forget(source)
+            self._plan_expiry()
+
+    def is_computed(self, source: Source) -> bool:
+        """Whether all of its blocks are held."""
+        return all(self._pins[h].block is not None for h in source.hashes)
+
+    def find(self, name: str, salt: str | None, field: str = "name") -> Source:
         """The source of that name.
+
+        Args:
+            field: how the client wrote the name.
 
         Raises:
             SourceError: when the tenant has none.
@@ -147,8 +166,8 @@ class PinnedSources:
         except KeyError:
             raise SourceError(
                 404,
-                "kv_source",
-                f"kv_source={name!r}: no such source here; POST it to /v1/bounded_kv/sources "
+                field,
+                f"{field}={name!r}: no such source here; POST it to /v1/bounded_kv/sources "
                 "first (a cache_salt has its own: a field of requests, elsewhere the header "
                 "X-Cache-Salt)",
             ) from None
@@ -228,7 +247,7 @@ class PinnedSources:
             "tokens": len(source.token_ids),
             "blocks": len(source.hashes),
             "bytes": len(source.hashes) * self.block_bytes,
-            "is_computed": all(self._pins[h].block is not None for h in source.hashes),
+            "is_computed": self.is_computed(source),
             "expires_in_s": (
                 None if source.expires is None else max(0.0, source.expires - time.monotonic())
             ),
@@ -257,9 +276,9 @@ def handle(
     sources: PinnedSources,
     action: str,
     values: dict[str, Any],
-    hash_blocks: Callable[[list[int], str | None], Sequence[BlockHash]],
+    hash_blocks: Callable[[list[int], str | None, str], Sequence[BlockHash]],
 ) -> dict[str, Any]:
-    """One call of an API server's: `add`, `find`, `list` or `remove`.
+    """One call of an API server's: `add`, `find`, `list`, `remove` or `abandon`.
 
     Returns:
         Plain values; `{"error": {"status", "field", "message"}}` for what is refused.
@@ -276,15 +295,19 @@ def handle(
         name = values["name"]
         if action == "add":
             token_ids = values["token_ids"]
-            hashes = hash_blocks(token_ids, salt)
+            hashes = hash_blocks(token_ids, salt, values.get("field", "prompt_token_ids"))
             is_new = sources.add(name, salt, token_ids, hashes, values.get("ttl_s"))
-            return {"source": sources.view(sources.find(name, salt)), "is_new": is_new}
+            source = sources.find(name, salt)
+            return {"source": sources.view(source), "is_new": is_new, "claim": source.claim}
+        if action == "abandon":
+            sources.abandon(name, salt, values["claim"])
+            return {}
         if action == "remove":
             source = sources.find(name, salt)
             shown = sources.view(source)
             sources.remove(name, salt)
             return {"source": shown}
-        source = sources.find(name, salt)
+        source = sources.find(name, salt, values.get("field", "name"))
         return {"source": sources.view(source), "token_ids": source.token_ids}
     except SourceError as error:
         return {
