@@ -336,7 +336,7 @@ def test_a_name_means_one_thing(url: str) -> None:
         ({"vllm_xargs": {"kv_source": 5}}, 400, "must be a name"),
         ({"vllm_xargs": {"kv_source": "a", "kv_source_len": 3}}, 400, "its own kv_source_len"),
         ({"vllm_xargs": {"kv_source": "a"}, "use_beam_search": True}, 400, "not with use_beam"),
-        ({"vllm_xargs": {"kv_source": True}}, 400, "must not be a boolean"),
+        ({"vllm_xargs": {"kv_source": True}}, 400, "kv_source=True: must be a name"),
         ({"vllm_xargs": {"kv_source": "a"}, "echo": True}, 400, "not with echo"),
     ],
 )
@@ -353,7 +353,7 @@ def test_requests_that_are_refused(
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"vllm_xargs": {"kv_window": True}}, "kv_window=True: must not be a boolean"),
+        ({"vllm_xargs": {"kv_window": True}}, "kv_window=True: must be an integer, got bool"),
         (
             {"vllm_xargs": {"kv_window": 9}, "use_beam_search": True},
             "kv_window=9: not with use_beam",

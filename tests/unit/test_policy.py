@@ -167,7 +167,7 @@ def test_exactly_the_models_length_is_allowed(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("sink", [MAX_LEN, MAX_LEN + 5])
 def test_a_sink_that_leaves_no_window_is_refused(sink: int) -> None:
-    with refusal("sink", sink, f"max_model_len={MAX_LEN}"):
+    with refusal("max(sink, max_source_len)", sink, f"max_model_len={MAX_LEN}"):
         settled(sink=sink)
 
 

@@ -71,8 +71,8 @@ class NamedSourceMiddleware:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None  # no request with arguments: for vLLM to answer
         for field, value in given.items():
-            if isinstance(value, bool):
-                raise SourceError(400, field, f"{field}={value!r}: must not be a boolean")
+            if isinstance(value, bool) and field != SOURCE_KEY:
+                raise SourceError(400, field, f"{field}={value!r}: must be an integer, got bool")
             if asked.get("use_beam_search"):
                 raise SourceError(400, field, f"{field}={value!r}: not with use_beam_search")
         if SOURCE_KEY not in given:
