@@ -19,6 +19,12 @@ def kv_bytes_per_token(model: str) -> int:
     return per_layer * config.num_hidden_layers
 
 
+def max_positions(model: str) -> int:
+    """Rotary positions that the model was trained on."""
+    positions: int = _config(model).max_position_embeddings
+    return positions
+
+
 def vocab_size(model: str) -> int:
     """Number of token ids."""
     size: int = _config(model).vocab_size

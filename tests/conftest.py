@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from support.tiny_llama import cached_tiny_llama
+    from benchmarks.tiny_llama import cached_tiny_llama
 
     return cached_tiny_llama(tmp_path_factory.mktemp("models"))
 

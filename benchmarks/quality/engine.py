@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.geometry import kv_bytes_per_token
+from benchmarks.geometry import kv_bytes_per_token, max_positions
 from benchmarks.quality.schemes import FULL, REBASE, WINDOW, Scheme
 
 CHUNK = 512
@@ -36,7 +36,7 @@ def engine_options(scheme: Scheme, model: str, num_tokens: int) -> dict[str, Any
         "seed": 0,
     }
     falls_back = scheme.kind in (REBASE, WINDOW)
-    if not falls_back and length > _config(model).max_position_embeddings:
+    if not falls_back and length > max_positions(model):
         options["hf_overrides"] = {"max_position_embeddings": length}
     if scheme.kind != FULL:
         settings: dict[str, Any] = {"sink": scheme.sink, "window": scheme.window}
@@ -45,12 +45,6 @@ def engine_options(scheme: Scheme, model: str, num_tokens: int) -> dict[str, Any
             settings["position_limit"] = scheme.limit
         options["additional_config"] = {"kv_plugin": "bounded", "bounded_kv": settings}
     return options
-
-
-def _config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(model)
 
 
 def score(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_bounded_kv.positions import LIMIT_IN_CAPACITIES
+
 FULL, WINDOW, ABSOLUTE, STREAMING, REBASE = KINDS = (
     "full",
     "window",
@@ -15,8 +17,6 @@ FULL, WINDOW, ABSOLUTE, STREAMING, REBASE = KINDS = (
 """In the order that tables list them."""
 FULL_TOKENS = 16_384
 """Full attention is read so far: its cost grows with the square, and it has broken by then."""
-DEFAULT_LIMIT_IN_CAPACITIES = 4
-"""As the engine's default; the engine's own answer is compared in the tests."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def schemes(
         if STREAMING in kinds:
             chosen.append(Scheme(STREAMING, sink, window))
         if REBASE in kinds:
-            limit = DEFAULT_LIMIT_IN_CAPACITIES * (sink + window)
+            limit = LIMIT_IN_CAPACITIES * (sink + window)
             chosen.append(Scheme(REBASE, sink, window, limit))
     return chosen
 

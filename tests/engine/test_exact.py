@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.tiny_llama import random_prompt
 from engine.conftest import SINK, WINDOW
 from support.engine import Ask, Engine, expect_exact, judge
 from support.oracle_llama import OracleLlama
-from support.tiny_llama import random_prompt
 
 BLOCK = 32
 CAPACITY = SINK + WINDOW

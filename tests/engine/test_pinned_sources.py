@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import Answer, Ask, Engine, expect_exact
 from support.oracle_llama import OracleLlama
-from support.tiny_llama import random_prompt
 
 SINK, WINDOW, MAX_SOURCE, BLOCK = 5, 40, 96, 32
 SLOTS, MAX_PINNED = 3, 8

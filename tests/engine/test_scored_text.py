@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.quality import engine as quality
-from benchmarks.quality.schemes import DEFAULT_LIMIT_IN_CAPACITIES, Scheme
+from benchmarks.quality.schemes import Scheme, schemes
+from benchmarks.tiny_llama import random_prompt
 from support.engine import LOGPROB_TOL
 from support.oracle_llama import OracleLlama, Rebase, bounded_mask, full_mask
-from support.tiny_llama import random_prompt
 from vllm_bounded_kv.positions import LIMIT_IN_CAPACITIES
 
 SINK, WINDOW, LIMIT = 5, 60, 140
@@ -61,7 +61,8 @@ def test_scored_through_vllm(
 
 
 def test_the_default_limit_is_the_engines() -> None:
-    assert DEFAULT_LIMIT_IN_CAPACITIES == LIMIT_IN_CAPACITIES
+    *_, last = schemes(["rebase"], [(4, 60), (8, 92)], [1024])
+    assert last == Scheme("rebase", 8, 92, LIMIT_IN_CAPACITIES * 100)
 
 
 def test_positions_beyond_the_models_get_a_table(tiny_model: Path) -> None:

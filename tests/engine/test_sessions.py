@@ -22,9 +22,9 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import LOGPROB_TOL
 from support.oracle_llama import NEAR_TIE, OracleLlama, Rebase, bounded_mask
-from support.tiny_llama import random_prompt
 from vllm_bounded_kv.engine.compat import SESSIONS
 from vllm_bounded_kv.engine.requests import open_sessions
 

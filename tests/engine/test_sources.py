@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from engine.conftest import MAX_SOURCE, WINDOW
 from support.engine import LOGPROB_TOL, Ask, Engine, expect_exact
 from support.oracle_llama import OracleLlama, bounded_mask, check_tokens
-from support.tiny_llama import random_prompt
 
 BLOCK = 32
 SOURCE = random_prompt(MAX_SOURCE, seed=99)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, Engine
-from support.tiny_llama import random_prompt
 
 LONG = 300
 """Tokens of the longest prompt: several times what the bounded engine retains."""

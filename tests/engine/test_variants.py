@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, Engine, expect_exact
 from support.oracle_llama import OracleLlama
-from support.tiny_llama import random_prompt
 from vllm_bounded_kv import SinkWindow
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tiny_llama import TinyLlama, cached_tiny_llama, random_prompt
 from support.engine import Ask, Engine, expect_exact, judge
 from support.oracle_llama import OracleLlama, Rebase, bounded_mask
-from support.tiny_llama import TinyLlama, cached_tiny_llama, random_prompt
 from vllm_bounded_kv.engine import backend
 
 SINK, WINDOW, MAX_SOURCE = 5, 60, 64

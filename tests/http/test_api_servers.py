@@ -15,6 +15,7 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, expect_exact
 from support.oracle_llama import OracleLlama
 from support.server import (
@@ -34,7 +35,6 @@ from support.server import (
     wait_until,
     wait_until_idle,
 )
-from support.tiny_llama import random_prompt
 from vllm_bounded_kv.launch import VllmServer
 
 SINK, WINDOW, SLOTS, POOL_BLOCKS, LIMIT = 3, 61, 2, 9, 100

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.tiny_llama import TinyLlama, random_prompt
 from support.engine import Ask
 from support.server import (
     BLOCK_BYTES,
@@ -22,7 +23,6 @@ from support.server import (
     wait_until,
     wait_until_idle,
 )
-from support.tiny_llama import TinyLlama, random_prompt
 from vllm_bounded_kv.launch import VllmServer
 
 SINK, WINDOW, MAX_SOURCE, SLOTS = 5, 96, 96, 4

@@ -11,11 +11,11 @@ from typing import Any
 import openai
 import pytest
 
+from benchmarks.tiny_llama import TinyLlama
 from support.endless import LIMIT, MAX_LEN, SINK, WINDOW
 from support.engine import Answer, Ask, expect_exact
 from support.oracle_llama import OracleLlama
 from support.server import SERVED, openai_client, wait_until_idle
-from support.tiny_llama import TinyLlama
 from vllm_bounded_kv.launch import VllmServer
 
 TURNS, ANSWER_TOKENS = 40, 12

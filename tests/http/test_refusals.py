@@ -9,10 +9,10 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, expect_exact
 from support.oracle_llama import OracleLlama
 from support.server import SERVED, complete, metrics, openai_client
-from support.tiny_llama import random_prompt
 
 PROMPT = random_prompt(30)
 WINDOW = MAX_SOURCE = MAX_SINK = 96

@@ -14,8 +14,8 @@ from benchmarks import soak
 from benchmarks.soak_run import Soaked
 from benchmarks.soak_run import soak as run_soak
 from benchmarks.soak_verdict import Limits, Verdict, judge
+from benchmarks.tiny_llama import cached_tiny_llama
 from support.server import serving
-from support.tiny_llama import cached_tiny_llama
 
 TOKENS, BESIDE, SINK, WINDOW = 6000, 15, 4, 252
 NUM_READINGS = 60

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import APITimeoutError
 
+from benchmarks.tiny_llama import random_prompt
 from support.engine import LOGPROB_TOL, Ask, expect_exact, judge
 from support.oracle_llama import OracleLlama, assert_exact, bounded_mask
 from support.server import (
@@ -26,7 +27,6 @@ from support.server import (
     wait_until,
     wait_until_idle,
 )
-from support.tiny_llama import random_prompt
 
 SINK, WINDOW, SLOTS = 5, 96, 4
 HEALTH_S = 1.0

@@ -17,8 +17,8 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server_processes import family, is_named, let_front_end_go_first
+from benchmarks.tiny_llama import TinyLlama
 from support.engine import Answer, Ask
-from support.tiny_llama import TinyLlama
 from vllm_bounded_kv.launch import VllmServer
 
 SERVED = "tiny"

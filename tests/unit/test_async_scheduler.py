@@ -26,7 +26,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from support.tiny_llama import random_prompt
+from benchmarks.tiny_llama import random_prompt
 from vllm_bounded_kv.engine import scheduler as scheduler_module
 from vllm_bounded_kv.engine.blocks import BoundedBlockManager
 from vllm_bounded_kv.engine.header import HEADER_LEN

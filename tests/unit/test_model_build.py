@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.tiny_llama import CHAT_TEMPLATE, TinyLlama, byte_characters, tiny_weights
+from benchmarks.tiny_llama import CHAT_TEMPLATE, TinyLlama, byte_characters, tiny_weights
 from vllm_bounded_kv.default_model import DefaultModelError, build, convert, ensure_default_model
 
 SPEC = TinyLlama(num_layers=2, hidden_size=128, intermediate_size=96, max_position_embeddings=256)

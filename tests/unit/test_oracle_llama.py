@@ -13,6 +13,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from benchmarks.tiny_llama import (
+    EOS_ID,
+    SPECIAL_TOKENS,
+    TinyLlama,
+    cached_tiny_llama,
+    random_prompt,
+    write_tiny_llama,
+)
 from support.oracle_llama import (
     NEAR_TIE,
     MaskFn,
@@ -22,14 +30,6 @@ from support.oracle_llama import (
     bounded_mask,
     check_tokens,
     full_mask,
-)
-from support.tiny_llama import (
-    EOS_ID,
-    SPECIAL_TOKENS,
-    TinyLlama,
-    cached_tiny_llama,
-    random_prompt,
-    write_tiny_llama,
 )
 
 # transformers rounds rotary angles to float32 whatever the dtype: by default the oracle does not.

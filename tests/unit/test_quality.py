@@ -24,9 +24,9 @@ from benchmarks.quality.schemes import KINDS, Scheme, schemes
 from benchmarks.quality.streaming_llm import LlamaShape, StreamingLlama
 from benchmarks.quality.table import table
 from benchmarks.quality.text import TEXTS, documents, load_text
+from benchmarks.tiny_llama import random_prompt
 from support.naive_streaming import by_cache_index, by_stream_position, naive_streaming_nats
 from support.oracle_llama import OracleLlama, full_mask
-from support.tiny_llama import random_prompt
 
 TOLERANCE = 1e-9
 """Both sides are float64."""

@@ -152,8 +152,8 @@ def install_front_end(
             where the prompt is still to come).
         prepare: called with the `VllmConfig`, a rendered prompt and the params; returns the two
             that take their place.
-        sessions_of: called with the `VllmConfig`; returns the `Sessions` of a new front end, or
-            `None` where they have no limits.
+        sessions_of: called with the `VllmConfig`; returns the `Sessions` of a new front end;
+            `None` for a stock engine.
 
     Remove when vLLM validates `extra_args` through a plugin hook, before it streams.
     """

@@ -8,6 +8,7 @@ every process then reads that with `policy_of`.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -97,7 +98,14 @@ def policy_of(vllm_config: VllmConfig) -> EnginePolicy | None:
     additional = vllm_config.additional_config
     if not isinstance(additional, Mapping) or additional.get(PLUGIN_KEY) not in KNOWN_PLUGINS:
         return None
-    return EnginePolicy.from_mapping(additional[POLICY_KEY])
+    return _settled_policy(**additional[POLICY_KEY])
+
+
+@functools.lru_cache(maxsize=8, typed=True)
+def _settled_policy(**values: Any) -> EnginePolicy:
+    """Made once: front ends ask several times a request, and a retention callable is evaluated for
+    every source length."""
+    return EnginePolicy.from_mapping(values)
 
 
 def _read_file(path: Any) -> Any:

@@ -144,8 +144,7 @@ class PinnedSources:
         """Forget a source that could not be computed, unless somebody has declared it since."""
         source = self._sources.get((salt, name))
         if source is not None and source.claim == claim and not self.is_computed(source):
-            self._forget(source)
-            self._plan_expiry()
+            self.remove(source)
 
     def is_computed(self, source: Source) -> bool:
         """Whether all of its blocks are held."""
@@ -177,16 +176,10 @@ class PinnedSources:
         self.expire()
         return [source for source in self._sources.values() if source.salt == salt]
 
-    def remove(self, name: str, salt: str | None) -> Source:
-        """Forget a name; running requests keep the blocks they use.
-
-        Raises:
-            SourceError: when the tenant has none of that name.
-        """
-        source = self.find(name, salt)
+    def remove(self, source: Source) -> None:
+        """Forget a name; running requests keep the blocks they use."""
         self._forget(source)
         self._plan_expiry()
-        return source
 
     def expire(self) -> None:
         """Forget the sources whose time is over."""
@@ -305,7 +298,7 @@ def handle(
         if action == "remove":
             source = sources.find(name, salt)
             shown = sources.view(source)
-            sources.remove(name, salt)
+            sources.remove(source)
             return {"source": shown}
         source = sources.find(name, salt, values.get("field", "name"))
         return {"source": sources.view(source), "token_ids": source.token_ids}

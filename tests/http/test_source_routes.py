@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.tiny_llama import random_prompt
 from support.endless import LIMIT, MAX_LEN, MAX_PINNED, MAX_SOURCE, SLOTS, WINDOW
 from support.engine import Answer, Ask, expect_exact
 from support.oracle_llama import OracleLlama
@@ -29,7 +30,6 @@ from support.server import (
     wait_until,
     wait_until_idle,
 )
-from support.tiny_llama import random_prompt
 from vllm_bounded_kv.launch import VllmServer
 
 NUM_SOURCES, SOURCE_LEN = 64, 70

@@ -29,7 +29,7 @@ from benchmarks.soak_verdict import (
     slope,
 )
 from benchmarks.sse import Completion, StreamError
-from support.tiny_llama import VOCAB_SIZE, TinyLlama, random_prompt, tiny_tokenizer, tiny_weights
+from benchmarks.tiny_llama import VOCAB_SIZE, TinyLlama, random_prompt, tiny_tokenizer, tiny_weights
 
 TOKENS, NUM_READINGS, SLOTS, BLOCKS = 100_000, 200, 16, 8
 LIMITS = Limits(slots=SLOTS)
