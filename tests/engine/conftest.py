@@ -1,4 +1,4 @@
-"""One tiny model, its oracle, and one engine shared by most tests: a request brings its policy."""
+"""One engine shared by the tests of a file: a request brings its policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.engine import Engine
 SINK, WINDOW, MAX_SOURCE = 5, 96, 96
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_engine(tiny_model: Path) -> Iterator[Engine]:
     engine = Engine(
         tiny_model,

@@ -45,11 +45,17 @@ class Answer:
 
 
 class Engine:
-    """An `LLM` plus what tests need to see inside it."""
+    """An `LLM` plus what tests need to see inside it.
+
+    One at a time: an engine that ends destroys the process groups of all in its process.
+    """
+
+    alive = False
 
     def __init__(self, model: Path, bounded: dict[str, Any] | None, **kwargs: Any) -> None:
         from vllm import LLM
 
+        assert not Engine.alive, "close the engine before: it would end this one's process groups"
         settings = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -69,6 +75,7 @@ class Engine:
                 **extra,
             }
         self.llm = LLM(model=str(model), **settings)
+        Engine.alive = True
         self.engine = self.llm.llm_engine
         self._next_id = 0
         if bounded is not None:
@@ -193,6 +200,7 @@ class Engine:
     def close(self) -> None:
         """Give the memory back, so that the next engine of this process can be built."""
         self.engine.engine_core.shutdown()
+        Engine.alive = False
         del self.engine, self.llm
         gc.collect()
 
