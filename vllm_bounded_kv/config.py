@@ -9,9 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_bounded_kv.manager import BoundedKVManager
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,17 @@ class BoundedKVConfig:
         object.__setattr__(config, "max_slots", max_slots)
         return config
 
+    def with_dtype(self, dtype: torch.dtype) -> "BoundedKVConfig":
+        """A copy with a storage type; `retention` is not evaluated again.
+
+        Raises:
+            ValueError: `dtype` is not a floating-point type.
+        """
+        config = copy.copy(self)
+        object.__setattr__(config, "dtype", dtype)
+        config._check_dtype()
+        return config
+
     def _check_dtype(self) -> None:
         if self.dtype is None:
             return
@@ -194,15 +208,11 @@ class BoundedKVSpec:
     config: BoundedKVConfig
 
     @property
-    def resource_class(self) -> type:
-        """The manager class of the slot pool.
+    def resource_class(self) -> "type[BoundedKVManager]":
+        """The manager class of the slot pool, imported when it is asked for."""
+        from vllm_bounded_kv.manager import BoundedKVManager
 
-        Raises:
-            NotImplementedError: always, in this release.
-        """
-        raise NotImplementedError(
-            "BoundedKVSpec.resource_class: the slot-pool manager is not part of this release yet"
-        )
+        return BoundedKVManager
 
     def apply_yaml_overrides(self, max_slots: int | None = None) -> None:
         """Set what a deployment may choose; changes this spec in place. `None` keeps the model's.

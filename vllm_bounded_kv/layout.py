@@ -13,6 +13,7 @@ Invariant of both: an entry is read only where its stream's position says that i
 what an earlier owner left behind never matters.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -92,6 +93,18 @@ class RowPlan:
     def num_retained(self) -> int:
         """Entries read: the `m` of the retained order."""
         return sum(read.length for read in self.reads)
+
+    @classmethod
+    def from_ints(cls, ints: Sequence[int]) -> "RowPlan":
+        """The row that `as_ints` gives as `ints`."""
+        slot, source, *rest = ints
+        reads, writes = rest[: 2 * MAX_READS], rest[2 * MAX_READS :]
+        return cls(
+            slot,
+            source,
+            Reads(*(Read(*reads[i : i + 2]) for i in range(0, len(reads), 2))),
+            Writes(*(Write(*writes[i : i + 3]) for i in range(0, len(writes), 3))),
+        )
 
     def as_ints(self) -> tuple[int, ...]:
         """`ROW_INTS` ints: slot, source, `(start, length)` x 5, `(offset, start, length)` x 3."""

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from support.oracle_attention import OracleStream, expected_slot
 from vllm_bounded_kv.config import BoundedKVConfig, SinkWindow
-from vllm_bounded_kv.layout import RowPlan, plan_row
+from vllm_bounded_kv.layout import PADDING_ROW, RowPlan, plan_row
+from vllm_bounded_kv.step_plan import StepPlan
 
 NUM_STEPS = 30
 HEAD_DIM = 8
@@ -148,7 +149,9 @@ class Pool:
         spans = [
             self.random.choice([num_tokens, self.random.randint(0, num_tokens)]) for _ in batch
         ]
-        plan = [None if r is None else self.plan(r, s) for r, s in zip(batch, spans, strict=True)]
+        plan = [
+            PADDING_ROW if r is None else self.plan(r, s) for r, s in zip(batch, spans, strict=True)
+        ]
         total = len(batch) * setup.rows
         q = self.normal(total, setup.heads, num_tokens, HEAD_DIM)
         kv = self.normal(total, setup.kv_heads, num_tokens, 2 * HEAD_DIM)
@@ -157,13 +160,13 @@ class Pool:
         row_sources = torch.stack([self.sources[0] if r is None else r.padded for r in batch])
 
         expected_slots = self.slots.clone()
-        expected: list[Tensor | None] = []
+        expected: list[Tensor] = []
         for b, (request, span) in enumerate(zip(batch, spans, strict=True)):
             own = slice(b * setup.rows, (b + 1) * setup.rows)
-            if request is None:
-                expected.append(None)
-                continue
             own_bias = None if bias is None else bias[own]
+            if request is None:
+                expected.append(self.nothing().attend(q[own], kv[own], 0, own_bias))
+                continue
             expected.append(request.stream.attend(q[own], kv[own], span, own_bias))
             expected_slots[request.slot] = expected_slot(
                 request.stream,
@@ -179,7 +182,7 @@ class Pool:
             kv[..., :HEAD_DIM],
             kv[..., HEAD_DIM:],
             self.slots,
-            plan,
+            StepPlan.of(plan),
             sources=self.sources,
             row_sources=row_sources,
             query_window=self.told_config.query_window,
@@ -190,12 +193,14 @@ class Pool:
         assert out.shape == (total, num_tokens, setup.heads, HEAD_DIM)
         self.compare(out, expected, expected_slots)
 
-    def compare(self, out: Tensor, expected: list[Tensor | None], slots: Tensor) -> None:
+    def nothing(self) -> OracleStream:
+        """The stream of a padding row, which attends its own tokens."""
+        source = self.normal(self.setup.rows, self.setup.kv_heads, 0, 2 * HEAD_DIM)
+        return OracleStream(source, 0, 0, query_window=self.setup.query_window)
+
+    def compare(self, out: Tensor, expected: list[Tensor], slots: Tensor) -> None:
         for b, wanted in enumerate(expected):
             got = out[b * self.setup.rows : (b + 1) * self.setup.rows].double()
-            if wanted is None:
-                assert torch.equal(got, torch.zeros_like(got))
-                continue
             error = torch.nan_to_num((got - wanted).abs(), nan=torch.inf).max().item()
             self.worst = max(self.worst, error)
         same = torch.equal(self.slots.view(torch.uint8), slots.view(torch.uint8))

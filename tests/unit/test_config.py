@@ -200,11 +200,6 @@ def test_a_deployment_sets_max_slots_and_nothing_else() -> None:
     assert spec.config.max_slots == 5
 
 
-def test_the_manager_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match="not part of this release yet"):
-        _ = BoundedKVSpec(make()).resource_class
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

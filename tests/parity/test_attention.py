@@ -1,4 +1,4 @@
-"""`reference.attend` equals the oracle, in every configuration, over long random streams.
+"""Every `attend` equals the oracle, in every configuration, over long random streams.
 
 Outputs are compared within a tolerance per dtype, slots bit for bit.
 """
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from support.slot_pool import Pool, Setup
-from vllm_bounded_kv.attention.reference import attend
+from vllm_bounded_kv.attention import Attend, cpu, reference
 from vllm_bounded_kv.config import SinkWindow
-from vllm_bounded_kv.layout import PADDING_ROW, plan_row
+from vllm_bounded_kv.layout import plan_row
+from vllm_bounded_kv.step_plan import StepPlan
 
 TOLERANCE = {
     torch.float64: 1e-12,  # two orders of summation
@@ -54,9 +55,17 @@ SETUPS = {
 }
 
 
+IMPLEMENTATIONS: dict[str, Attend] = {"reference": reference.attend, "cpu": cpu.attend}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attend(request: pytest.FixtureRequest) -> Attend:
+    return IMPLEMENTATIONS[request.param]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", SETUPS)
-def test_streams_equal_the_oracle(name: str, dtype: torch.dtype) -> None:
+def test_streams_equal_the_oracle(attend: Attend, name: str, dtype: torch.dtype) -> None:
     for seed in range(3):
         pool = Pool(attend, replace(SETUPS[name], dtype=dtype), seed).run()
         assert pool.worst <= TOLERANCE[dtype]
@@ -65,7 +74,9 @@ def test_streams_equal_the_oracle(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("written", range(4, 12))
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11])
-def test_the_result_does_not_depend_on_how_a_stream_was_chunked(written: int, chunk: int) -> None:
+def test_the_result_does_not_depend_on_how_a_stream_was_chunked(
+    attend: Attend, written: int, chunk: int
+) -> None:
     """W-1, W, W+1 and past it: slots and the next query agree with one token per step."""
 
     def play(size: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +89,7 @@ def test_the_result_does_not_depend_on_how_a_stream_was_chunked(written: int, ch
             row = plan_row(
                 SinkWindow(2, 5), sink_capacity=2, slot=0, source_len=0, written=start, span=span
             )
-            return attend(q, tokens[..., :4], tokens[..., 4:], slots, [row])
+            return attend(q, tokens[..., :4], tokens[..., 4:], slots, StepPlan.of([row]))
 
         for start in range(0, written, size):
             part = kv[:, :, start : start + size]
@@ -103,27 +114,28 @@ def test_the_result_does_not_depend_on_how_a_stream_was_chunked(written: int, ch
     ],
     ids=["sink", "window - 1", "window + 1", "includes", "order", "query", "causal", "bias"],
 )
-def test_control_every_wrong_option_is_seen(true: Setup, told: Setup, slots_differ: bool) -> None:
+def test_control_every_wrong_option_is_seen(
+    attend: Attend, true: Setup, told: Setup, slots_differ: bool
+) -> None:
     """The comparison is worth something: each of these mistakes fails it."""
     pool = Pool(attend, true, seed=0, told=told).run()
     assert pool.worst > 0.1
     assert pool.slots_differ is slots_differ
 
 
-def test_control_a_read_of_what_was_never_written_is_nan() -> None:
+def test_control_a_read_of_what_was_never_written_is_nan(attend: Attend) -> None:
     """So the NaN that fills free slots cannot pass unnoticed."""
     slots = torch.full((1, 1, 1, 7, 8), torch.nan)
     row = plan_row(SinkWindow(2, 5), sink_capacity=2, slot=0, source_len=0, written=3, span=0)
     q, k, v = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4)
-    assert attend(q, k, v, slots, [row]).isnan().all()
+    assert attend(q, k, v, slots, StepPlan.of([row])).isnan().all()
 
 
-def test_a_zero_row_reads_and_writes_nothing_and_stays_finite() -> None:
+def test_a_zero_row_reads_and_writes_nothing_and_stays_finite(attend: Attend) -> None:
     slots = torch.full((1, 1, 1, 6, 8), torch.nan)
     q, k, v = torch.randn(2, 2, 3, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4)
-    out = attend(q, k, v, slots, [PADDING_ROW, None])
+    out = attend(q, k, v, slots, StepPlan(2))
     assert out.isfinite().all()
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert slots.isnan().all()
 
 
@@ -140,7 +152,7 @@ class OneStep:
     span: int = 2
     source: int = 0
 
-    def run(self) -> Tensor:
+    def run(self, attend: Attend) -> Tensor:
         row = plan_row(
             SinkWindow(2, 4),
             sink_capacity=2,
@@ -155,15 +167,15 @@ class OneStep:
             self.k,
             self.v,
             self.slots,
-            [row],
+            StepPlan.of([row]),
             sources=self.sources,
             rel_bias=self.rel_bias,
         )
 
 
-def test_the_valid_step_is_valid() -> None:
-    assert OneStep().run().isfinite().all()
-    assert OneStep(rel_bias=torch.zeros(1, 2, 2, 3 + 3)).run().isfinite().all()
+def test_the_valid_step_is_valid(attend: Attend) -> None:
+    assert OneStep().run(attend).isfinite().all()
+    assert OneStep(rel_bias=torch.zeros(1, 2, 2, 3 + 3)).run(attend).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -175,19 +187,24 @@ def test_the_valid_step_is_valid() -> None:
         (OneStep(slots=torch.randn(2, 1, 1, 6, 6)), "slots must end in 2D = 8, got 6"),
         (OneStep(sources=None), "sources must be given"),
         (OneStep(source=-1), "row_sources must be given"),
-        (OneStep(sources=torch.randn(1, 1, 1, 2, 8)), r"reads entries \[2, 3\) of 2"),
-        (OneStep(span=3), "must add at most T = 2 tokens, got 3"),
+        (
+            OneStep(sources=torch.randn(1, 1, 1, 2, 8)),
+            r"sources must be \(1, 1, 1, 3, 8\) or longer, got \(1, 1, 1, 2, 8\)",
+        ),
+        (OneStep(span=3), "must add at most T = 2 tokens a row, got 3"),
         (OneStep(rel_bias=torch.zeros(1, 2, 2, 5)), "rel_bias must be"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_stores_nothing(step: OneStep, message: str) -> None:
+def test_what_does_not_fit_is_refused_and_stores_nothing(
+    attend: Attend, step: OneStep, message: str
+) -> None:
     before = step.slots.clone()
     with pytest.raises(ValueError, match=message):
-        step.run()
+        step.run(attend)
     assert torch.equal(step.slots.isnan(), before.isnan())
 
 
-def test_heads_must_divide() -> None:
+def test_heads_must_divide(attend: Attend) -> None:
     q, kv = torch.randn(1, 3, 1, 4), torch.randn(1, 2, 1, 4)
     with pytest.raises(ValueError, match="H must be a multiple of H_kv = 2, got 3"):
-        attend(q, kv, kv, torch.zeros(1, 1, 2, 6, 8), [None])
+        attend(q, kv, kv, torch.zeros(1, 1, 2, 6, 8), StepPlan(1))

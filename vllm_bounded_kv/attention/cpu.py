@@ -1,0 +1,302 @@
+"""Attention over a slot pool on CPUs, in vectorised PyTorch: no loop over rows or tokens.
+
+A step's retained entries are gathered, with its own tokens behind them, into a dense scratch that
+stays in the cache, a few heads at a time, and go through torch's SDPA. What to gather, mask and
+store is worked out once per step and shared by all layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vllm_bounded_kv.attention.checks import check, needs_of
+from vllm_bounded_kv.rows import READS, WRITES, Ints
+from vllm_bounded_kv.step_plan import StepPlan
+
+SCRATCH_BYTES = 1 << 20
+"""Of keys and values gathered at a time: a core's own cache holds them until they are read."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Entries of a source storage that take their places among the keys, ordered by row."""
+
+    entries: Tensor
+    """`[n]` int64, of the storage as `[all ahead of the head, H_kv, entries]` flat, at head 0."""
+    rows: Tensor
+    """`[n]` of the batch."""
+    keys: Tensor
+    """`[n]` place among the row's keys."""
+    begins: list[int]
+    """`[R + 1]` where each row's part begins."""
+
+
+@dataclass(frozen=True)
+class Stores:
+    """`n` tokens to keep."""
+
+    segments: Tensor
+    tokens: Tensor
+    slots: Tensor
+    entries: Tensor
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all layers of a step share: `R = B * rows` rows of `M + T` keys, own tokens last."""
+
+    in_slots: Tensor
+    """`[R, M + T]` int64 entry of the slots for every key, flat, at head 0. Where the key lies
+    elsewhere, an entry that the row reads anyway, so that no garbage is touched."""
+    blank: Tensor | None
+    """`[R, 1, 1, 1]` rows that read no entry of their slot, of which there are some: what is
+    gathered there is of no meaning."""
+    in_sources: Gather | None
+    in_row_sources: Gather | None
+    mask: Tensor | None
+    """`[R, 1, T, M + T]`, 0 or -inf; `None` when every key is seen by every query."""
+    bias_index: Tensor | None
+    """`[R, 1, T, M + T]` int64 index into `rel_bias`, where that is given."""
+    stores: Stores | None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    plan: StepPlan,
+    *,
+    sources: Tensor | None = None,
+    row_sources: Tensor | None = None,
+    query_window: int | None = None,
+    reverse_step_order: bool = False,
+    rel_bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """One layer of one step: see `Attend`."""
+    check(q, k, v, slots, plan, sources, row_sources, rel_bias, out, reverse_step_order)
+    batch, num_heads, num_tokens, head_dim = q.shape
+    if out is None:
+        out = q.new_empty(batch, num_tokens, num_heads, head_dim)
+    if not batch:
+        return out
+    # Half precision is widened: CPUs are no faster at it.
+    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    layout = Layout(
+        num_tokens=num_tokens,
+        rows=slots.shape[1],
+        num_heads=slots.shape[2],
+        slot_tokens=slots.shape[3],
+        source_len=0 if sources is None else sources.shape[3],
+        row_source_len=0 if row_sources is None else row_sources.shape[3],
+        query_window=query_window,
+        reverse_step_order=reverse_step_order,
+        has_bias=rel_bias is not None,
+    )
+    step = plan.derived(layout, lambda: _prepare(plan, layout))
+
+    num_kv_heads = slots.shape[2]
+    group, num_keys = num_heads // num_kv_heads, step.in_slots.shape[1]
+    # Query heads of one KV head side by side: [R, H_kv, group * T, D]
+    queries = q.to(dtype).reshape(batch, num_kv_heads, group * num_tokens, head_dim)
+    results = out.view(batch, num_tokens, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
+    row_bytes = num_keys * 2 * head_dim * dtype.itemsize
+    num_heads_at_once = max(1, min(num_kv_heads, SCRATCH_BYTES // (row_bytes * batch)))
+    num_rows_at_once = max(1, min(batch, SCRATCH_BYTES // row_bytes))
+    for first_head in range(0, num_kv_heads, num_heads_at_once):
+        heads = slice(first_head, min(first_head + num_heads_at_once, num_kv_heads))
+        for first_row in range(0, batch, num_rows_at_once):
+            some = slice(first_row, min(first_row + num_rows_at_once, batch))
+            seen = _gather(slots, step.in_slots[some], heads, dtype)
+            if step.blank is not None:
+                seen.masked_fill_(step.blank[some], 0)
+            for given, gather in (
+                (sources, step.in_sources),
+                (row_sources, step.in_row_sources),
+            ):
+                if gather is not None:
+                    assert given is not None
+                    _overlay(seen, given, gather, some, heads)
+            seen[:, :, -num_tokens:, :head_dim] = k[some, heads]
+            seen[:, :, -num_tokens:, head_dim:] = v[some, heads]
+            attended = F.scaled_dot_product_attention(
+                queries[some, heads],
+                seen[..., :head_dim],
+                seen[..., head_dim:],
+                attn_mask=_mask(step, queries, rel_bias, some, heads, group),
+            )
+            results[some, heads] = attended.unflatten(2, (group, num_tokens)).to(out.dtype)
+    if step.stores is not None:
+        _store(step.stores, k, v, slots)
+    return out
+
+
+def _gather(slots: Tensor, entries: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
+    """`[r, h, M + T, 2D]` of what `entries` `[r, M + T]` name, in a tensor of its own."""
+    num_slot_tokens, width = slots.shape[3:]
+    head = torch.arange(heads.start, heads.stop)[:, None] * num_slot_tokens
+    index = entries[:, None] + head
+    if not num_slot_tokens:  # nothing is ever retained
+        return torch.empty(*index.shape, width, dtype=dtype)
+    found = slots.reshape(-1, width).index_select(0, index.view(-1))
+    return found.view(*index.shape, width).to(dtype)
+
+
+def _overlay(seen: Tensor, source: Tensor, gather: Gather, some: slice, heads: slice) -> None:
+    """Put the entries of a source storage in their places of `seen` `[r, h, M + T, 2D]`."""
+    part = slice(gather.begins[some.start], gather.begins[some.stop])
+    num_heads, num_keys, width = seen.shape[1:]
+    head = torch.arange(num_heads)[:, None]
+    entries = gather.entries[part] + (head + heads.start) * source.shape[3]
+    places = (gather.rows[part] - some.start) * (num_heads * num_keys) + gather.keys[part]
+    places = places + head * num_keys
+    found = source.reshape(-1, width).index_select(0, entries.view(-1))
+    seen.view(-1, width).index_copy_(0, places.view(-1), found.to(seen.dtype))
+
+
+def _mask(
+    step: Prepared,
+    queries: Tensor,
+    rel_bias: Tensor | None,
+    some: slice,
+    heads: slice,
+    group: int,
+) -> Tensor | None:
+    """What is added to the scaled scores: `[r, h or 1, group * T, M + T]`."""
+    mask = None if step.mask is None else step.mask[some].to(queries.dtype)
+    if rel_bias is None:
+        return mask if mask is None or group == 1 else mask.repeat(1, 1, group, 1)
+    assert step.bias_index is not None
+    own = rel_bias[some, heads.start * group : heads.stop * group].to(queries.dtype)
+    bias = own.gather(3, step.bias_index[some].expand(-1, own.shape[1], -1, -1))
+    bias /= math.sqrt(queries.shape[-1])
+    if mask is not None:
+        bias += mask
+    # [r, h * group, T, M + T] -> [r, h, group * T, M + T]
+    return bias.view(len(bias), -1, group * bias.shape[2], bias.shape[3])
+
+
+def _store(stores: Stores, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    rows, head_dim = slots.shape[1], k.shape[-1]
+    for tensor, half in ((k, slots[..., :head_dim]), (v, slots[..., head_dim:])):
+        fresh = tensor.unflatten(0, (-1, rows))[stores.segments, :, :, stores.tokens]
+        half[stores.slots, :, :, stores.entries] = fresh.to(slots.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What `Prepared` depends on beside the plan."""
+
+    num_tokens: int
+    rows: int
+    num_heads: int
+    """KV heads."""
+    slot_tokens: int
+    source_len: int
+    """Entries of the shared sources' storage, as it is given; 0: none is."""
+    row_source_len: int
+    query_window: int | None
+    reverse_step_order: bool
+    has_bias: bool
+
+
+def _prepare(plan: StepPlan, layout: Layout) -> Prepared:
+    """`[B]` of the plan become `[R]` here; a segment's rows differ in where their entries lie."""
+    rows, num_tokens = layout.rows, layout.num_tokens
+    table = plan.host.astype(np.int64)
+    starts, lengths = table[:, READS][:, 0::2], table[:, READS][:, 1::2]
+    ends = lengths.cumsum(axis=1)
+    num_retained = ends[:, -1:]
+    order = np.arange(needs_of(plan).num_retained)[None, :]
+    piece = (order[:, :, None] >= ends[:, None, :]).sum(axis=2)  # 5: no entry, padding
+    shift: Ints = np.pad(starts - (ends - lengths), ((0, 0), (0, 1)))
+    entry = order + np.take_along_axis(shift, piece, axis=1)
+
+    in_slot = np.isin(piece, (1, 3, 4))
+    # The first entry that a row reads of its slot stands in for all that is not there.
+    reads_slot = in_slot.any(axis=1)
+    stand_in = np.zeros(len(table), dtype=np.int64)
+    if reads_slot.any():
+        stand_in[reads_slot] = entry[reads_slot, in_slot[reads_slot].argmax(axis=1)]
+    keys = np.repeat(stand_in[:, None], order.shape[1] + num_tokens, axis=1)
+    keys[:, : order.shape[1]] = np.where(in_slot, entry, keys[:, : order.shape[1]])
+    in_slots = _per_row(keys, table[:, 0], layout, layout.slot_tokens)
+    blank = torch.from_numpy(np.repeat(~reads_slot, rows))[:, None, None, None]
+
+    in_source, is_shared = np.isin(piece, (0, 2)), table[:, 1:2] >= 0
+    position = np.concatenate(
+        [np.broadcast_to(order, entry.shape), num_retained + np.arange(num_tokens)], axis=1
+    )
+    distance = position[:, -num_tokens:, None] - position[:, None, :]  # [B, T, M + T]
+    is_key = np.pad(piece < 5, ((0, 0), (0, num_tokens)), constant_values=True)
+    seen = np.broadcast_to(is_key[:, None, :], distance.shape)
+    if layout.query_window is not None:
+        seen = seen & (distance >= 0) & (distance <= layout.query_window)
+    mask = None
+    if not seen.all():
+        mask = torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -math.inf)
+    bias_index = None
+    if layout.has_bias:
+        # Hidden keys may be further off than the bias reaches: any entry will do.
+        bias_index = torch.from_numpy(np.where(seen, distance + num_tokens - 1, 0))
+    return Prepared(
+        in_slots=in_slots,
+        blank=None if reads_slot.all() else blank,
+        in_sources=_from_source(
+            in_source & is_shared, entry, table[:, 1], layout, layout.source_len
+        ),
+        in_row_sources=_from_source(
+            in_source & ~is_shared, entry, np.arange(len(table)), layout, layout.row_source_len
+        ),
+        mask=None if mask is None else mask.repeat_interleave(rows, dim=0)[:, None],
+        bias_index=(
+            None if bias_index is None else bias_index.repeat_interleave(rows, dim=0)[:, None]
+        ),
+        stores=_stores(table, layout.reverse_step_order),
+    )
+
+
+def _per_row(entries: Ints, owner: Ints, layout: Layout, length: int) -> Tensor:
+    """`entries` `[B, n]` of storages `owner` `[B]`, flat at head 0: `[R, n]`."""
+    row = owner[:, None] * layout.rows + np.arange(layout.rows)
+    flat = entries[:, None, :] + (row * layout.num_heads * length)[:, :, None]
+    return torch.from_numpy(flat.reshape(-1, entries.shape[1]))
+
+
+def _from_source(
+    which: NDArray[np.bool_], entries: Ints, owner: Ints, layout: Layout, length: int
+) -> Gather | None:
+    """The keys `which` `[B, M]`, from the storages `owner` `[B]` of `length` entries."""
+    if not which.any():
+        return None
+    in_storage = _per_row(entries, owner, layout, length).numpy()
+    which = np.repeat(which, layout.rows, axis=0)
+    rows, keys = np.nonzero(which)
+    begins = np.concatenate([[0], which.sum(axis=1).cumsum()])
+    return Gather(
+        entries=torch.from_numpy(in_storage[rows, keys]),
+        rows=torch.from_numpy(rows),
+        keys=torch.from_numpy(keys),
+        begins=begins.tolist(),
+    )
+
+
+def _stores(table: Ints, reverse_step_order: bool) -> Stores | None:
+    writes = table[:, WRITES].reshape(-1, 3)
+    lengths = writes[:, 2]
+    which = np.repeat(np.arange(len(writes)), lengths)
+    if not len(which):
+        return None
+    step = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    segments = which // 3
+    tokens = writes[which, 0] + (-step if reverse_step_order else step)
+    places = (segments, tokens, table[segments, 0], writes[which, 1] + step)
+    return Stores(*(torch.from_numpy(place) for place in places))
