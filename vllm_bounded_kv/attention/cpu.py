@@ -8,6 +8,7 @@ store is worked out once per step and shared by all layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,8 +21,9 @@ from vllm_bounded_kv.attention.checks import check, needs_of
 from vllm_bounded_kv.rows import READS, WRITES, Ints
 from vllm_bounded_kv.step_plan import StepPlan
 
-SCRATCH_BYTES = 1 << 20
-"""Of keys and values gathered at a time: a core's own cache holds them until they are read."""
+SCRATCH_BYTES = 9 << 18
+"""Of keys and values gathered at a time, so that they are still in a cache when they are read. Of
+1 to 20 MiB, the best or near it for 8 rows of 512 entries, at 1 and at 16 tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +51,32 @@ class Stores:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What all layers of a step share: `R = B * rows` rows of `M + T` keys, own tokens last."""
+class Chunk:
+    """Some rows and some KV heads, attended at a time: `r` rows, `h` heads, `M + T` keys."""
 
+    rows: slice
+    heads: slice
     in_slots: Tensor
-    """`[R, M + T]` int64 entry of the slots for every key, flat, at head 0. Where the key lies
+    """`[r * h * (M + T)]` int64 entry of the slots for every key, flat. Where the key lies
     elsewhere, an entry that the row reads anyway, so that no garbage is touched."""
     blank: Tensor | None
-    """`[R, 1, 1, 1]` rows that read no entry of their slot, of which there are some: what is
+    """`[r, 1, 1, 1]` rows that read no entry of their slot, of which there are some: what is
     gathered there is of no meaning."""
+    mask: Tensor | None
+    """`[r, 1, group * T, M + T]`, 0 or -inf; `None` when every key is seen by every query."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What all layers of a step share: rows of `M + T` keys, own tokens last."""
+
+    chunks: list[Chunk]
+    num_keys: int
+    """`M + T`."""
     in_sources: Gather | None
     in_row_sources: Gather | None
-    mask: Tensor | None
-    """`[R, 1, T, M + T]`, 0 or -inf; `None` when every key is seen by every query."""
     bias_index: Tensor | None
-    """`[R, 1, T, M + T]` int64 index into `rel_bias`, where that is given."""
+    """`[B * rows, 1, T, M + T]` int64 index into `rel_bias`, where that is given."""
     stores: Stores | None
 
 
@@ -100,54 +113,51 @@ def attend(
         query_window=query_window,
         reverse_step_order=reverse_step_order,
         has_bias=rel_bias is not None,
+        group=num_heads // slots.shape[2],
+        head_dim=head_dim,
+        dtype=dtype,
     )
     step = plan.derived(layout, lambda: _prepare(plan, layout))
 
-    num_kv_heads = slots.shape[2]
-    group, num_keys = num_heads // num_kv_heads, step.in_slots.shape[1]
+    group, num_keys = num_heads // slots.shape[2], step.num_keys
     # Query heads of one KV head side by side: [R, H_kv, group * T, D]
-    queries = q.to(dtype).reshape(batch, num_kv_heads, group * num_tokens, head_dim)
-    results = out.view(batch, num_tokens, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
-    row_bytes = num_keys * 2 * head_dim * dtype.itemsize
-    num_heads_at_once = max(1, min(num_kv_heads, SCRATCH_BYTES // (row_bytes * batch)))
-    num_rows_at_once = max(1, min(batch, SCRATCH_BYTES // row_bytes))
-    for first_head in range(0, num_kv_heads, num_heads_at_once):
-        heads = slice(first_head, min(first_head + num_heads_at_once, num_kv_heads))
-        for first_row in range(0, batch, num_rows_at_once):
-            some = slice(first_row, min(first_row + num_rows_at_once, batch))
-            seen = _gather(slots, step.in_slots[some], heads, dtype)
-            if step.blank is not None:
-                seen.masked_fill_(step.blank[some], 0)
-            for given, gather in (
-                (sources, step.in_sources),
-                (row_sources, step.in_row_sources),
-            ):
-                if gather is not None:
-                    assert given is not None
-                    _overlay(seen, given, gather, some, heads)
-            seen[:, :, -num_tokens:, :head_dim] = k[some, heads]
-            seen[:, :, -num_tokens:, head_dim:] = v[some, heads]
-            attended = F.scaled_dot_product_attention(
-                queries[some, heads],
-                seen[..., :head_dim],
-                seen[..., head_dim:],
-                attn_mask=_mask(step, queries, rel_bias, some, heads, group),
-            )
-            results[some, heads] = attended.unflatten(2, (group, num_tokens)).to(out.dtype)
+    queries = q.to(dtype).reshape(batch, -1, group * num_tokens, head_dim)
+    results = out.view(batch, num_tokens, -1, group, head_dim).permute(0, 2, 3, 1, 4)
+    entries = slots.view(-1, 2 * head_dim)
+    overlays = [
+        (given, gather)
+        for given, gather in ((sources, step.in_sources), (row_sources, step.in_row_sources))
+        if given is not None and gather is not None
+    ]
+    for chunk in step.chunks:
+        some, heads = chunk.rows, chunk.heads
+        seen = _gather(entries, chunk.in_slots).to(dtype)
+        seen = seen.view(some.stop - some.start, -1, num_keys, 2 * head_dim)
+        if chunk.blank is not None:
+            seen.masked_fill_(chunk.blank, 0)
+        for given, gather in overlays:
+            _overlay(seen, given, gather, some, heads)
+        seen[:, :, -num_tokens:, :head_dim] = k[some, heads]
+        seen[:, :, -num_tokens:, head_dim:] = v[some, heads]
+        bias = chunk.mask
+        if rel_bias is not None:
+            assert step.bias_index is not None
+            own = rel_bias[some, heads.start * group : heads.stop * group].to(dtype)
+            bias = _bias(own, step.bias_index[some], chunk.mask, head_dim, group)
+        attended = F.scaled_dot_product_attention(
+            queries[some, heads], seen[..., :head_dim], seen[..., head_dim:], attn_mask=bias
+        )
+        results[some, heads] = attended.unflatten(2, (group, num_tokens)).to(out.dtype)
     if step.stores is not None:
         _store(step.stores, k, v, slots)
     return out
 
 
-def _gather(slots: Tensor, entries: Tensor, heads: slice, dtype: torch.dtype) -> Tensor:
-    """`[r, h, M + T, 2D]` of what `entries` `[r, M + T]` name, in a tensor of its own."""
-    num_slot_tokens, width = slots.shape[3:]
-    head = torch.arange(heads.start, heads.stop)[:, None] * num_slot_tokens
-    index = entries[:, None] + head
-    if not num_slot_tokens:  # nothing is ever retained
-        return torch.empty(*index.shape, width, dtype=dtype)
-    found = slots.reshape(-1, width).index_select(0, index.view(-1))
-    return found.view(*index.shape, width).to(dtype)
+def _gather(entries: Tensor, index: Tensor) -> Tensor:
+    """`[n, 2D]`, in a tensor of its own."""
+    if not len(entries):  # nothing is ever retained
+        return entries.new_empty(len(index), entries.shape[1])
+    return entries.index_select(0, index)
 
 
 def _overlay(seen: Tensor, source: Tensor, gather: Gather, some: slice, heads: slice) -> None:
@@ -162,26 +172,22 @@ def _overlay(seen: Tensor, source: Tensor, gather: Gather, some: slice, heads: s
     seen.view(-1, width).index_copy_(0, places.view(-1), found.to(seen.dtype))
 
 
-def _mask(
-    step: Prepared,
-    queries: Tensor,
-    rel_bias: Tensor | None,
-    some: slice,
-    heads: slice,
-    group: int,
-) -> Tensor | None:
-    """What is added to the scaled scores: `[r, h or 1, group * T, M + T]`."""
-    mask = None if step.mask is None else step.mask[some].to(queries.dtype)
-    if rel_bias is None:
-        return mask if mask is None or group == 1 else mask.repeat(1, 1, group, 1)
-    assert step.bias_index is not None
-    own = rel_bias[some, heads.start * group : heads.stop * group].to(queries.dtype)
-    bias = own.gather(3, step.bias_index[some].expand(-1, own.shape[1], -1, -1))
-    bias /= math.sqrt(queries.shape[-1])
-    if mask is not None:
-        bias += mask
-    # [r, h * group, T, M + T] -> [r, h, group * T, M + T]
-    return bias.view(len(bias), -1, group * bias.shape[2], bias.shape[3])
+def _bias(
+    rel_bias: Tensor, index: Tensor, mask: Tensor | None, head_dim: int, group: int
+) -> Tensor:
+    """What is added to the scaled scores, `[r, h, group * T, M + T]`.
+
+    Args:
+        rel_bias: `[r, h * group, T, ...]`.
+        index: `[r, 1, T, M + T]`.
+        mask: as `Chunk.mask`.
+        head_dim: `D`.
+        group: query heads per KV head.
+    """
+    bias = rel_bias.gather(3, index.expand(-1, rel_bias.shape[1], -1, -1))
+    bias /= math.sqrt(head_dim)
+    bias = bias.view(len(bias), -1, group * bias.shape[2], bias.shape[3])
+    return bias if mask is None else bias.add_(mask)
 
 
 def _store(stores: Stores, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -206,6 +212,10 @@ class Layout:
     query_window: int | None
     reverse_step_order: bool
     has_bias: bool
+    group: int
+    """Query heads per KV head."""
+    head_dim: int
+    dtype: torch.dtype
 
 
 def _prepare(plan: StepPlan, layout: Layout) -> Prepared:
@@ -242,26 +252,56 @@ def _prepare(plan: StepPlan, layout: Layout) -> Prepared:
         seen = seen & (distance >= 0) & (distance <= layout.query_window)
     mask = None
     if not seen.all():
-        mask = torch.zeros(seen.shape).masked_fill_(torch.from_numpy(~seen), -math.inf)
+        mask = torch.zeros(seen.shape, dtype=layout.dtype)
+        mask.masked_fill_(torch.from_numpy(~seen), -math.inf)
+        mask = mask.repeat(1, layout.group, 1).repeat_interleave(rows, dim=0)[:, None]
     bias_index = None
     if layout.has_bias:
         # Hidden keys may be further off than the bias reaches: any entry will do.
         bias_index = torch.from_numpy(np.where(seen, distance + num_tokens - 1, 0))
+        bias_index = bias_index.repeat_interleave(rows, dim=0)[:, None]
     return Prepared(
-        in_slots=in_slots,
-        blank=None if reads_slot.all() else blank,
+        chunks=list(_chunks(layout, in_slots, None if reads_slot.all() else blank, mask)),
+        num_keys=keys.shape[1],
         in_sources=_from_source(
             in_source & is_shared, entry, table[:, 1], layout, layout.source_len
         ),
         in_row_sources=_from_source(
             in_source & ~is_shared, entry, np.arange(len(table)), layout, layout.row_source_len
         ),
-        mask=None if mask is None else mask.repeat_interleave(rows, dim=0)[:, None],
-        bias_index=(
-            None if bias_index is None else bias_index.repeat_interleave(rows, dim=0)[:, None]
-        ),
+        bias_index=bias_index,
         stores=_stores(table, layout.reverse_step_order),
     )
+
+
+def _chunks(
+    layout: Layout, in_slots: Tensor, blank: Tensor | None, mask: Tensor | None
+) -> Iterator[Chunk]:
+    """Cut `[R, H_kv]` so that a chunk's keys and values fit `SCRATCH_BYTES`: by heads, and by rows
+    where one head of all of them does not.
+
+    Args:
+        layout: of the step.
+        in_slots: `[R, M + T]` int64 entries of head 0.
+        blank: `[R, 1, 1, 1]`.
+        mask: `[R, 1, group * T, M + T]`.
+    """
+    num_rows, num_keys = in_slots.shape
+    row_bytes = num_keys * 2 * layout.head_dim * layout.dtype.itemsize
+    num_heads = max(1, min(layout.num_heads, SCRATCH_BYTES // (row_bytes * num_rows)))
+    some_rows = max(1, min(num_rows, SCRATCH_BYTES // row_bytes))
+    for first_head in range(0, layout.num_heads, num_heads):
+        heads = slice(first_head, min(first_head + num_heads, layout.num_heads))
+        shift = torch.arange(heads.start, heads.stop)[:, None] * layout.slot_tokens
+        for first_row in range(0, num_rows, some_rows):
+            rows = slice(first_row, min(first_row + some_rows, num_rows))
+            yield Chunk(
+                rows,
+                heads,
+                (in_slots[rows, None] + shift).flatten(),
+                None if blank is None else blank[rows],
+                None if mask is None else mask[rows],
+            )
 
 
 def _per_row(entries: Ints, owner: Ints, layout: Layout, length: int) -> Tensor:
