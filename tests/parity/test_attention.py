@@ -148,6 +148,7 @@ class OneStep:
     v: Tensor = field(default_factory=lambda: torch.randn(1, 1, 2, 4))
     slots: Tensor = field(default_factory=lambda: torch.full((2, 1, 1, 6, 8), torch.nan))
     sources: Tensor | None = field(default_factory=lambda: torch.randn(1, 1, 1, 3, 8))
+    row_sources: Tensor | None = None
     rel_bias: Tensor | None = None
     span: int = 2
     source: int = 0
@@ -169,6 +170,7 @@ class OneStep:
             self.slots,
             StepPlan.of([row]),
             sources=self.sources,
+            row_sources=self.row_sources,
             rel_bias=self.rel_bias,
         )
 
@@ -187,6 +189,10 @@ def test_the_valid_step_is_valid(attend: Attend) -> None:
         (OneStep(slots=torch.randn(2, 1, 1, 6, 6)), "slots must end in 2D = 8, got 6"),
         (OneStep(sources=None), "sources must be given"),
         (OneStep(source=-1), "row_sources must be given"),
+        (
+            OneStep(row_sources=torch.zeros(1, 2, 2, 6)),
+            r"row_sources must be \(0, 1, 1, 0, 8\) or longer, got \(1, 2, 2, 6\)",
+        ),
         (
             OneStep(sources=torch.randn(1, 1, 1, 2, 8)),
             r"sources must be \(1, 1, 1, 3, 8\) or longer, got \(1, 1, 1, 2, 8\)",

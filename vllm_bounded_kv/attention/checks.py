@@ -122,12 +122,13 @@ def _check_source(
     length: int,
     width: int,
 ) -> None:
-    if not length:
-        return  # nothing of it is read
-    needed = (number, *inner, length, width)
+    needed = (number if length else 0, *inner, length, width)
     if given is None:
-        raise ValueError(f"{name} must be given: the plan reads it, {needed}")
+        if length:
+            raise ValueError(f"{name} must be given: the plan reads it, {needed}")
+        return
+    # Looked at even where nothing of it is read: it may be something else, given in its place.
     shape = tuple(given.shape)
     fits = len(shape) == len(needed) and shape[1:3] == inner and shape[4] == width
-    if not fits or shape[0] < number or shape[3] < length:
+    if not fits or shape[0] < needed[0] or shape[3] < length:
         raise ValueError(f"{name} must be {needed} or longer, got {shape}")
