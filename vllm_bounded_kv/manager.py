@@ -194,7 +194,8 @@ class BoundedKVManager:
         Raises:
             ValueError: shapes that do not fit each other or the plan; a source that is missing.
         """
-        plan = plan or self._last_plan
+        if plan is None:
+            plan = self._last_plan
         if plan is None:
             raise ValueError("plan must be given: no step has been planned")
         if not 0 <= layer < self.config.num_layers:

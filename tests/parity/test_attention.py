@@ -191,11 +191,15 @@ def test_the_valid_step_is_valid(attend: Attend) -> None:
         (OneStep(source=-1), "row_sources must be given"),
         (
             OneStep(row_sources=torch.zeros(1, 2, 2, 6)),
-            r"row_sources must be \(0, 1, 1, 0, 8\) or longer, got \(1, 2, 2, 6\)",
+            r"row_sources must be \(1, 1, 1, 0, 8\) or longer, got \(1, 2, 2, 6\)",
         ),
         (
             OneStep(sources=torch.randn(1, 1, 1, 2, 8)),
             r"sources must be \(1, 1, 1, 3, 8\) or longer, got \(1, 1, 1, 2, 8\)",
+        ),
+        (
+            OneStep(row_sources=torch.zeros(2, 1, 1, 3, 8)),
+            r"row_sources must be \(1, 1, 1, 0, 8\) or longer, got \(2, 1, 1, 3, 8\)",
         ),
         (OneStep(span=3), "must add at most T = 2 tokens a row, got 3"),
         (OneStep(rel_bias=torch.zeros(1, 2, 2, 5)), "rel_bias must be"),
@@ -214,3 +218,21 @@ def test_heads_must_divide(attend: Attend) -> None:
     q, kv = torch.randn(1, 3, 1, 4), torch.randn(1, 2, 1, 4)
     with pytest.raises(ValueError, match="H must be a multiple of H_kv = 2, got 3"):
         attend(q, kv, kv, torch.zeros(1, 1, 2, 6, 8), StepPlan(1))
+
+
+def test_a_store_leaves_no_gradient_behind(attend: Attend) -> None:
+    step = OneStep()
+    step.k.requires_grad_()
+    step.v.requires_grad_()
+    step.run(attend).sum().backward()
+    assert step.k.grad is not None and step.v.grad is not None
+    assert not step.slots.requires_grad
+
+
+def test_a_bias_of_what_is_not_seen_may_be_anything(attend: Attend) -> None:
+    """Entry 0 is the first query's distance to a token after it."""
+    q, kv, slots = torch.randn(1, 2, 2, 4), torch.randn(1, 1, 2, 4), torch.zeros(1, 1, 1, 6, 8)
+    bias = torch.randn(1, 2, 2, 3)
+    bias[..., 0] = torch.nan
+    out = attend(q, kv, kv, slots, StepPlan(1), query_window=4, rel_bias=bias)
+    assert out.isfinite().all()

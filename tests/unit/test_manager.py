@@ -188,6 +188,17 @@ def test_a_plan_is_filled_in_place_and_padded(manager: BoundedKVManager) -> None
         assert np.array_equal(plan.table.numpy(), plan.host)
 
 
+def test_a_plan_of_no_rows_is_a_plan(manager: BoundedKVManager) -> None:
+    """And not a reason to take the last one."""
+    now = step(("a", 1), a=(2, 0))
+    manager.admit(now)
+    plan = manager.plan(now)
+    nothing, q = torch.zeros(0, 2, 1, 4), torch.zeros(2, 2, 1, 4)
+    assert manager.attend(0, nothing, nothing, nothing, plan=plan.select([])).shape[0] == 0
+    with pytest.raises(ValueError, match="= 0 rows, got 2"):
+        manager.attend(0, q, q, q, plan=StepPlan(0))
+
+
 def test_select_serves_part_of_a_batch(manager: BoundedKVManager) -> None:
     both = step(("a", 3), ("b", 1), a=(2, 0), b=(1, 0))
     manager.admit(both)

@@ -122,7 +122,8 @@ def _check_source(
     length: int,
     width: int,
 ) -> None:
-    needed = (number if length else 0, *inner, length, width)
+    is_per_row = name == "row_sources"
+    needed = (number if length or is_per_row else 0, *inner, length, width)
     if given is None:
         if length:
             raise ValueError(f"{name} must be given: the plan reads it, {needed}")
@@ -130,5 +131,7 @@ def _check_source(
     # Looked at even where nothing of it is read: it may be something else, given in its place.
     shape = tuple(given.shape)
     fits = len(shape) == len(needed) and shape[1:3] == inner and shape[4] == width
-    if not fits or shape[0] < needed[0] or shape[3] < length:
+    # One source for each segment, and no more: of a larger batch's, the first would be taken.
+    is_enough = shape[0] == number if is_per_row else shape[0] >= number * (length > 0)
+    if not fits or not is_enough or shape[3] < length:
         raise ValueError(f"{name} must be {needed} or longer, got {shape}")

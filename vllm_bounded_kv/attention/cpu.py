@@ -187,9 +187,11 @@ def _bias(
     bias = rel_bias.gather(3, index.expand(-1, rel_bias.shape[1], -1, -1))
     bias /= math.sqrt(head_dim)
     bias = bias.view(len(bias), -1, group * bias.shape[2], bias.shape[3])
-    return bias if mask is None else bias.add_(mask)
+    # Where nothing is seen the bias may be anything, NaN too.
+    return bias if mask is None else bias.masked_fill(mask == -math.inf, -math.inf)
 
 
+@torch.no_grad()
 def _store(stores: Stores, k: Tensor, v: Tensor, slots: Tensor) -> None:
     rows, head_dim = slots.shape[1], k.shape[-1]
     for tensor, half in ((k, slots[..., :head_dim]), (v, slots[..., head_dim:])):

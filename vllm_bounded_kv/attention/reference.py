@@ -103,6 +103,7 @@ def _distances(num_retained: int, num_tokens: int, device: torch.device) -> Tens
     return order[num_retained:, None] - order[None, :]
 
 
+@torch.no_grad()
 def _store(row: RowPlan, k: Tensor, v: Tensor, slot: Tensor, reverse: bool) -> None:
     """Put a segment's tokens where its plan says: `k, v [rows, H_kv, T, D]` into its `slot`."""
     head_dim = k.shape[-1]
