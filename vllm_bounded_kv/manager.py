@@ -12,6 +12,7 @@ runs the model.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -267,7 +268,8 @@ class BoundedKVManager:
         assert len(held) + len(free) == max_slots, (
             f"{len(held)} slots held + {len(free)} free != max_slots {max_slots}"
         )
-        twice = sorted(slot for slot in range(max_slots) if (held + free).count(slot) != 1)
+        times = Counter(held + free)
+        twice = [slot for slot in range(max_slots) if times[slot] != 1]
         assert not twice, f"slots held or free other than once: {twice}"
         behind = {name: count for name, count in written.items() if count < 0}
         assert not behind, f"requests with fewer than 0 entries written: {behind}"
@@ -276,12 +278,11 @@ class BoundedKVManager:
         if position is None:
             return Reason.NO_POSITION, f"request {request_id!r}: the step declares no position"
         holder = self._holders.get(request_id)
-        source_len, low, high = position.source_len, *self._source_lens
-        if not low <= source_len <= high:
-            return Reason.SOURCE_LEN, (
-                f"request {request_id!r}: source_len must be in [min_source_len, max_source_len] "
-                f"= [{low}, {high}], got {source_len}"
-            )
+        source_len = position.source_len
+        try:
+            self.config.retention_for(source_len)
+        except ValueError as error:
+            return Reason.SOURCE_LEN, f"request {request_id!r}: {error}"
         if holder is not None and holder.source_len not in (None, source_len):
             return Reason.SOURCE_LEN, (
                 f"request {request_id!r}: source_len must stay {holder.source_len} until it is "
@@ -303,10 +304,6 @@ class BoundedKVManager:
                 "release one first"
             )
         return None
-
-    @property
-    def _source_lens(self) -> tuple[int, int]:
-        return self.config.min_source_len, self.config.max_source_len
 
     def _segments(self, step: BoundedKVStep) -> Ints:
         """`[5, B]` for `plan_rows`."""
@@ -331,7 +328,7 @@ class BoundedKVManager:
             raise
         segments = np.array(values, dtype=np.int64).reshape(-1, 5).T
         source_len = segments[2]
-        low, high = self._source_lens
+        low, high = self.config.min_source_len, self.config.max_source_len
         if ((source_len < low) | (source_len > high)).any():
             raise ValueError(
                 f"source_len must be in [min_source_len, max_source_len] = [{low}, {high}], "

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vllm_bounded_kv.config import BoundedKVConfig
-from vllm_bounded_kv.layout import MAX_READS, ROW_INTS
+from vllm_bounded_kv.layout import MAX_READS, MAX_WRITES, ROW_INTS
 
 Ints = NDArray[np.int64]
 
-READS = slice(2, 2 + 2 * MAX_READS)
-WRITES = slice(2 + 2 * MAX_READS, ROW_INTS)
+FIRST_READ = 2
+FIRST_WRITE = FIRST_READ + 2 * MAX_READS
+
+AnyInts = TypeVar("AnyInts", np.int32, np.int64)
+
+
+def reads_of(table: NDArray[AnyInts]) -> NDArray[AnyInts]:
+    """`[B, MAX_READS, 2]` start and length of every read of `table` `[B, ROW_INTS]`."""
+    return table[:, FIRST_READ:FIRST_WRITE].reshape(-1, MAX_READS, 2)
+
+
+def writes_of(table: NDArray[AnyInts]) -> NDArray[AnyInts]:
+    """`[B, MAX_WRITES, 3]` offset, start and length of every write of `table` `[B, ROW_INTS]`."""
+    return table[:, FIRST_WRITE:ROW_INTS].reshape(-1, MAX_WRITES, 3)
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,7 @@ def plan_rows(policies: Policies, segments: Ints, out: NDArray[np.int32]) -> Non
 
     out[:, 0] = slot
     out[:, 1] = source
-    reads = out[:, READS]
+    reads = out[:, FIRST_READ:FIRST_WRITE]
     reads[:, 0] = reads[:, 2] = 0
     reads[:, 1] = sink_split
     reads[:, 3] = sink_end - sink_split
@@ -76,7 +89,7 @@ def plan_rows(policies: Policies, segments: Ints, out: NDArray[np.int32]) -> Non
     end = n + span
     # Older entries of the step would be overwritten within it, in no certain order on a device.
     kept_from = np.maximum(np.maximum(sink, n), end - window)
-    writes = out[:, WRITES]
+    writes = out[:, FIRST_WRITE:]
     writes[:, 2] = in_sink = np.maximum(np.minimum(sink, end) - n, 0)
     writes[:, 1] = written * (in_sink > 0)
     _ring_runs(policies, sink, window, kept_from, end, writes[:, 4:6], writes[:, 7:9])

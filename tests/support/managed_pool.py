@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from support.oracle_attention import OracleStream, expected_slot
+from support.slot_pool import oracle_of
 from vllm_bounded_kv.config import BoundedKVConfig, BoundedKVStep, SinkWindow, StreamPosition
 from vllm_bounded_kv.manager import BoundedKVManager
 from vllm_bounded_kv.step_plan import StepPlan
@@ -103,15 +104,7 @@ class ManagedPool:
         length = self.lengths[index]
         is_own = self.random.random() < 0.4
         padded = self.source(length) if is_own else self.sources[index]
-        policy = self.config.retention_for(length)
-        stream = OracleStream(
-            padded[:, :, :length],
-            policy.sink,
-            policy.window,
-            policy.window_includes_step,
-            self.case.query_window,
-            self.case.reverse,
-        )
+        stream = oracle_of(self.config, padded[:, :, :length])
         return stream, -1 if is_own else index, padded
 
     def churn(self) -> None:

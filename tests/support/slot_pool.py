@@ -52,6 +52,19 @@ class Setup:
         )
 
 
+def oracle_of(config: BoundedKVConfig, source: Tensor) -> OracleStream:
+    """The oracle for a request whose prefix is `source` `[rows, H_kv, source_len, 2D]`."""
+    policy = config.retention_for(source.shape[2])
+    return OracleStream(
+        source,
+        policy.sink,
+        policy.window,
+        policy.window_includes_step,
+        config.query_window,
+        config.reverse_step_order,
+    )
+
+
 @dataclass
 class Request:
     stream: OracleStream
@@ -106,15 +119,7 @@ class Pool:
         index = self.random.randrange(len(SOURCE_LENGTHS))
         length, own = SOURCE_LENGTHS[index], self.random.random() < 0.4
         padded = self.source(length) if own else self.sources[index]
-        policy = self.config.retention_for(length)
-        stream = OracleStream(
-            padded[:, :, :length],
-            policy.sink,
-            policy.window,
-            policy.window_includes_step,
-            self.setup.query_window,
-            self.setup.reverse,
-        )
+        stream = oracle_of(self.config, padded[:, :, :length])
         slot = self.random.choice(free)
         self.slots[slot] = torch.nan
         self.requests.append(Request(stream, slot, -1 if own else index, padded))

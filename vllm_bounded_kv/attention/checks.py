@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from vllm_bounded_kv.rows import READS, WRITES
+from vllm_bounded_kv.rows import reads_of, writes_of
 from vllm_bounded_kv.step_plan import StepPlan
 
 
@@ -36,8 +36,7 @@ def _needs(plan: StepPlan) -> Needs:
     if not len(plan):
         return Needs((0, 0), 0, 0, 0, 0, 0, 0)
     rows = plan.host
-    reads = rows[:, READS].reshape(-1, 5, 2)
-    writes = rows[:, WRITES].reshape(-1, 3, 3)
+    reads, writes = reads_of(rows), writes_of(rows)
     read_end = reads.sum(axis=2) * (reads[..., 1] > 0)
     from_source = read_end[:, [0, 2]].max(axis=1)
     is_shared = rows[:, 1] >= 0
@@ -99,8 +98,13 @@ def check(
     if added > num_tokens:
         raise ValueError(f"the plan must add at most T = {num_tokens} tokens a row, got {added}")
     inner = (rows, num_kv_heads)
-    _check_source("sources", sources, needs.num_sources, inner, needs.source_len, width)
-    _check_source("row_sources", row_sources, len(plan), inner, needs.row_source_len, width)
+    needed = (needs.num_sources, *inner, needs.source_len, width)
+    is_enough = sources is None or sources.shape[0] >= needs.num_sources
+    _check_source("sources", sources, needed, is_enough)
+    needed = (len(plan), *inner, needs.row_source_len, width)
+    # One for each segment, and no more: of a larger batch's, the first would be taken.
+    is_enough = row_sources is None or row_sources.shape[0] == len(plan)
+    _check_source("row_sources", row_sources, needed, is_enough)
     if rel_bias is not None:
         needed = (*q.shape[:3], needs.num_retained + 2 * num_tokens - 1)
         if rel_bias.shape[:3] != needed[:3] or rel_bias.shape[3] < needed[3]:
@@ -115,23 +119,15 @@ def check(
 
 
 def _check_source(
-    name: str,
-    given: Tensor | None,
-    number: int,
-    inner: tuple[int, int],
-    length: int,
-    width: int,
+    name: str, given: Tensor | None, needed: tuple[int, ...], is_enough: bool
 ) -> None:
-    is_per_row = name == "row_sources"
-    needed = (number if length or is_per_row else 0, *inner, length, width)
+    """Check a storage `[number, rows, H_kv, L, 2D]` whose `number` is enough or not."""
     if given is None:
-        if length:
+        if needed[3]:
             raise ValueError(f"{name} must be given: the plan reads it, {needed}")
         return
     # Looked at even where nothing of it is read: it may be something else, given in its place.
     shape = tuple(given.shape)
-    fits = len(shape) == len(needed) and shape[1:3] == inner and shape[4] == width
-    # One source for each segment, and no more: of a larger batch's, the first would be taken.
-    is_enough = shape[0] == number if is_per_row else shape[0] >= number * (length > 0)
-    if not fits or not is_enough or shape[3] < length:
+    fits = len(shape) == 5 and (shape[1:3], shape[4]) == (needed[1:3], needed[4])
+    if not fits or not is_enough or shape[3] < needed[3]:
         raise ValueError(f"{name} must be {needed} or longer, got {shape}")

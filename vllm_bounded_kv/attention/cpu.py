@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_bounded_kv.attention.checks import check, needs_of
-from vllm_bounded_kv.rows import READS, WRITES, Ints
+from vllm_bounded_kv.layout import MAX_READS, MAX_WRITES
+from vllm_bounded_kv.rows import Ints, reads_of, writes_of
 from vllm_bounded_kv.step_plan import StepPlan
 
 SCRATCH_BYTES = 9 << 18
@@ -63,7 +64,8 @@ class Chunk:
     """`[r, 1, 1, 1]` rows that read no entry of their slot, of which there are some: what is
     gathered there is of no meaning."""
     mask: Tensor | None
-    """`[r, 1, group * T, M + T]`, 0 or -inf; `None` when every key is seen by every query."""
+    """`[r, 1, group * T, M + T]`; `None` when every key is seen by every query. 0 or -inf, to be
+    added to the scores; with a bias, what it is to be -inf for."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _bias(
     bias /= math.sqrt(head_dim)
     bias = bias.view(len(bias), -1, group * bias.shape[2], bias.shape[3])
     # Where nothing is seen the bias may be anything, NaN too.
-    return bias if mask is None else bias.masked_fill(mask == -math.inf, -math.inf)
+    return bias if mask is None else bias.masked_fill_(mask, -math.inf)
 
 
 @torch.no_grad()
@@ -224,11 +226,11 @@ def _prepare(plan: StepPlan, layout: Layout) -> Prepared:
     """`[B]` of the plan become `[R]` here; a segment's rows differ in where their entries lie."""
     rows, num_tokens = layout.rows, layout.num_tokens
     table = plan.host.astype(np.int64)
-    starts, lengths = table[:, READS][:, 0::2], table[:, READS][:, 1::2]
+    starts, lengths = reads_of(table)[..., 0], reads_of(table)[..., 1]
     ends = lengths.cumsum(axis=1)
     num_retained = ends[:, -1:]
     order = np.arange(needs_of(plan).num_retained)[None, :]
-    piece = (order[:, :, None] >= ends[:, None, :]).sum(axis=2)  # 5: no entry, padding
+    piece = (order[:, :, None] >= ends[:, None, :]).sum(axis=2)  # MAX_READS: no entry
     shift: Ints = np.pad(starts - (ends - lengths), ((0, 0), (0, 1)))
     entry = order + np.take_along_axis(shift, piece, axis=1)
 
@@ -248,14 +250,15 @@ def _prepare(plan: StepPlan, layout: Layout) -> Prepared:
         [np.broadcast_to(order, entry.shape), num_retained + np.arange(num_tokens)], axis=1
     )
     distance = position[:, -num_tokens:, None] - position[:, None, :]  # [B, T, M + T]
-    is_key = np.pad(piece < 5, ((0, 0), (0, num_tokens)), constant_values=True)
+    is_key = np.pad(piece < MAX_READS, ((0, 0), (0, num_tokens)), constant_values=True)
     seen = np.broadcast_to(is_key[:, None, :], distance.shape)
     if layout.query_window is not None:
         seen = seen & (distance >= 0) & (distance <= layout.query_window)
     mask = None
     if not seen.all():
-        mask = torch.zeros(seen.shape, dtype=layout.dtype)
-        mask.masked_fill_(torch.from_numpy(~seen), -math.inf)
+        mask = torch.from_numpy(~seen)
+        if not layout.has_bias:
+            mask = torch.zeros(mask.shape, dtype=layout.dtype).masked_fill_(mask, -math.inf)
         mask = mask.repeat(1, layout.group, 1).repeat_interleave(rows, dim=0)[:, None]
     bias_index = None
     if layout.has_bias:
@@ -332,13 +335,13 @@ def _from_source(
 
 
 def _stores(table: Ints, reverse_step_order: bool) -> Stores | None:
-    writes = table[:, WRITES].reshape(-1, 3)
+    writes = writes_of(table).reshape(-1, 3)
     lengths = writes[:, 2]
     which = np.repeat(np.arange(len(writes)), lengths)
     if not len(which):
         return None
     step = np.arange(len(which)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    segments = which // 3
+    segments = which // MAX_WRITES
     tokens = writes[which, 0] + (-step if reverse_step_order else step)
     places = (segments, tokens, table[segments, 0], writes[which, 1] + step)
     return Stores(*(torch.from_numpy(place) for place in places))
