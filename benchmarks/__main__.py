@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from statistics import median, quantiles
 from typing import Any
@@ -19,6 +17,7 @@ from tqdm import tqdm
 
 from benchmarks.engines import BenchEngine, EngineSetup, Task, engines
 from benchmarks.geometry import kv_bytes_per_token
+from benchmarks.machine import describe_machine
 from vllm_bounded_kv.default_model import ensure_default_model
 
 STOCK, BOUNDED = "stock", "bounded"
@@ -63,14 +62,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _describe(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
-    import vllm
-
     return {
-        "cpu": platform.processor() or platform.machine(),
-        "threads": int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)),
-        "vllm": vllm.__version__,
-        "torch": torch.__version__,
+        **describe_machine(),
         "dtype": "float32",
         "sink": args.sink,
         "window": args.window,

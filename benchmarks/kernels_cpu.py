@@ -53,6 +53,17 @@ def cpu_rows() -> Iterator[dict[str, Any]]:
         }
 
 
+def profile(calls: int = 20) -> str:
+    """PyTorch's profile of our attention of one-token steps, as a table."""
+    ours, _ = _pair(SHAPES[0])
+    ours()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        for _ in range(calls):
+            ours()
+    table: str = seen.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
+    return table
+
+
 def plan_rows(batch: int = 64) -> Iterator[dict[str, Any]]:
     """Microseconds of the host to plan a step of `batch` one-token rows, by how far their streams
     have come: of the slot pool's manager, and of the engine's metadata."""
