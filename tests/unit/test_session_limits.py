@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.virtual_time import run_jumping
+from vllm_bounded_kv.engine import sessions as sessions_module
 from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.sessions import Session, Sessions
 
@@ -62,8 +64,8 @@ def test_limits_come_from_the_settings() -> None:
     assert open_sessions(SimpleNamespace(additional_config={})) is None  # type: ignore[arg-type]
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_jumping(test, sessions_module)
 
 
 def test_a_client_that_ends_ends_the_session() -> None:
@@ -221,6 +223,7 @@ def test_one_too_many_ends_the_longest_idle() -> None:
         for talk in (first, second):
             await talk.say(1)
         second.session.on_output(finished())
+        await asyncio.sleep(0.01)
         first.session.on_output(finished())
         refused = sessions.open()
         sessions.close(refused)  # vLLM did not take it: nobody has to go
