@@ -1,5 +1,5 @@
-"""Two workers, over gloo: they share every layer's heads (`--tensor-parallel-size 2`), or the layers
-(`--pipeline-parallel-size 2`).
+"""Two workers, over gloo: they share every layer's heads (`--tensor-parallel-size 2`), or share
+out the layers (`--pipeline-parallel-size 2`).
 
 The scheduler stands in this process, the workers in two of their own: they are asked for the block
 rows that they hold. Free blocks are NaN in both.

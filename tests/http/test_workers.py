@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, expect_exact
+from support.nginx import NGINX, Nginx
 from support.oracle_llama import OracleLlama
 from support.server import (
     BLOCK_BYTES,
@@ -35,7 +37,7 @@ from support.server import (
     wait_until,
     wait_until_idle,
 )
-from vllm_bounded_kv.launch import VllmServer
+from vllm_bounded_kv.launch import VllmServer, free_port
 
 SINK, WINDOW, MAX_SOURCE, SLOTS, LIMIT, MAX_PINNED = 5, 96, 96, 2, 250, 4
 SLOT_BLOCKS = -(-(MAX_SOURCE + WINDOW) // BLOCK_SIZE)
@@ -243,3 +245,81 @@ def test_a_reset_of_the_prefix_cache_reaches_both(url: str) -> None:
         named = Ask([65], 3, {"kv_source": "voice"})
         answer = complete(url, named, prompt_tokens=SOURCE_LEN + 1, headers=to(replica))
         assert answer.num_cached == SOURCE_BLOCKS * BLOCK_SIZE
+
+
+# --- session affinity, with nginx in front
+
+AFFINITY = Path(__file__).parents[2] / "examples" / "affinity" / "nginx.conf"
+ONE_REPLICA = """\
+server {{
+    listen 127.0.0.1:{port};
+    location / {{
+        proxy_pass {url};
+        proxy_http_version 1.1;
+        proxy_set_header Connection "";
+        proxy_set_header X-data-parallel-rank {replica};
+        proxy_buffering off;
+        add_header X-Replica {replica};
+    }}
+}}
+"""
+
+
+@dataclass
+class Affinity:
+    """The documented nginx, and the two that it speaks to: each is one replica of the server's."""
+
+    url: str
+    replicas: list[Nginx]
+
+    def where(self, headers: dict[str, str]) -> int:
+        """The replica that requests with those headers go to."""
+        response = httpx.get(f"{self.url}/health", headers=headers, timeout=TIMEOUT_S)
+        return int(response.raise_for_status().headers["X-Replica"])
+
+
+@pytest.fixture
+def affinity(url: str, tmp_path: Path) -> Iterator[Affinity]:
+    front, *ports = (free_port() for _ in range(3))
+    conf = AFFINITY.read_text().replace("listen 8000", f"listen 127.0.0.1:{front}")
+    with ExitStack() as stack:
+        replicas = []
+        for replica, port in enumerate(ports):
+            conf = conf.replace(f"127.0.0.1:800{replica + 1}", f"127.0.0.1:{port}")
+            http = ONE_REPLICA.format(port=port, url=url, replica=replica)
+            one = Nginx(tmp_path / str(replica), http, f"http://127.0.0.1:{port}/health")
+            stack.callback(one.stop)
+            replicas.append(one)
+        address = f"http://127.0.0.1:{front}"
+        stack.callback(Nginx(tmp_path / "front", conf, f"{address}/health").stop)
+        yield Affinity(address, replicas)
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: nginx-light)")
+def test_a_session_stays_where_its_source_is(url: str, affinity: Affinity) -> None:
+    """Sessions are spread; each finds its source again; those of a dead replica move."""
+    sessions = [{"X-Session-ID": f"session-{i}"} for i in range(40)]
+    places = [affinity.where(headers) for headers in sessions]
+    assert places == [affinity.where(headers) for headers in sessions]
+    assert min(places.count(replica) for replica in REPLICAS) >= 8
+    sources = [{"X-KV-Source": f"voice-{i}"} for i in range(40)]
+    named = [affinity.where(headers) for headers in sources]
+    assert named == [affinity.where({**headers, "X-Session-ID": ""}) for headers in sources]
+    assert set(named) == set(REPLICAS)
+
+    def hits(address: str, replica: int, headers: dict[str, str]) -> int:
+        prompt = [*random_prompt(SOURCE_LEN, seed=2000 + replica), 65]
+        ask = Ask(prompt, 3, {"kv_source_len": SOURCE_LEN})
+        return complete(address, ask, headers=headers).num_cached
+
+    everything = SOURCE_BLOCKS * BLOCK_SIZE
+    of = [sessions[places.index(replica)] for replica in REPLICAS]
+    for replica in REPLICAS:
+        assert hits(affinity.url, replica, of[replica]) == 0
+        assert hits(affinity.url, replica, of[replica]) == everything
+        assert hits(url, replica, to(replica)) == everything
+    affinity.replicas[1].stop()
+    assert hits(affinity.url, 0, of[0]) == everything
+    assert hits(affinity.url, 1, of[1]) == 0, "the one that is left had never read it"
+    assert hits(affinity.url, 1, of[1]) == everything
+    assert {affinity.where(headers) for headers in sessions} == {0}
