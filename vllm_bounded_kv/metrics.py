@@ -2,13 +2,14 @@
 
 The figures are made in the engine core. An API server fetches them when it is scraped, so what is
 shown is what is; counters are handed out as differences, so several API servers (whose registries
-Prometheus's multi-process mode adds up) never count anything twice.
+Prometheus's multi-process mode adds up) never count anything twice. What an engine core says
+carries the label `engine`, as vLLM's own metrics do: the replica's number.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,10 +43,12 @@ def _metrics() -> _Metrics:
     """Created on first use: a stock server shows none of them."""
     return _Metrics(
         gauges={
-            figure: Gauge(f"bounded_kv_{name}", text, multiprocess_mode="mostrecent")
+            figure: Gauge(f"bounded_kv_{name}", text, ["engine"], multiprocess_mode="mostrecent")
             for name, (figure, text) in GAUGES.items()
         },
-        ring_wraps=Counter("bounded_kv_ring_wraps", "Times a stream's ring has started over."),
+        ring_wraps=Counter(
+            "bounded_kv_ring_wraps", "Times a stream's ring has started over.", ["engine"]
+        ),
         refusals=Counter("bounded_kv_refusals", "Requests refused.", ["reason"]),
         sessions=Gauge(
             "bounded_kv_sessions", "Sessions that are open.", multiprocess_mode="livesum"
@@ -61,8 +64,16 @@ OTHER_REASON = "unknown_argument"
 END_REASONS = ("idle", "cap")
 
 
-def create() -> None:
-    """Make the metrics exist, every series at zero."""
+def create(engines: Iterable[int]) -> None:
+    """Make the metrics exist, every series at zero.
+
+    Args:
+        engines: the replicas' numbers.
+    """
+    for engine in engines:
+        for gauge in _metrics().gauges.values():
+            gauge.labels(engine)
+        _metrics().ring_wraps.labels(engine)
     for reason in (*REASONS, OTHER_REASON):
         _metrics().refusals.labels(reason)
     for reason in END_REASONS:
@@ -70,12 +81,12 @@ def create() -> None:
     set_sessions(0)
 
 
-def update(figures: Mapping[str, Any]) -> None:
-    """Take over the engine's figures, read with `mark_read`."""
+def update(engine: int, figures: Mapping[str, Any]) -> None:
+    """Take over one engine's figures, read with `mark_read`."""
     metrics = _metrics()
     for figure, gauge in metrics.gauges.items():
-        gauge.set(figures[figure])
-    metrics.ring_wraps.inc(figures["ring_wraps_unread"])
+        gauge.labels(engine).set(figures[figure])
+    metrics.ring_wraps.labels(engine).inc(figures["ring_wraps_unread"])
 
 
 def count_refusal(reason: str) -> None:

@@ -262,18 +262,26 @@ def test_a_name_means_one_thing(engine: Engine) -> None:
 
 def test_who_declared_it_last_may_abandon_it(engine: Engine) -> None:
     """A computation that failed takes back its own source, not another's of that name."""
-    first = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
-    second = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
-    call(engine, "abandon", name="voice", claim=first)
+    for claim in ("first", "second"):
+        call(engine, "add", name="voice", token_ids=SOURCE, claim=claim)
+    call(engine, "abandon", name="voice", claim="first")
     assert len(sources(engine)["data"]) == 1
-    call(engine, "abandon", name="voice", claim=second)
+    call(engine, "abandon", name="voice", claim="second")
     assert sources(engine)["pinned_blocks"] == 0
-    claim = call(engine, "add", name="voice", token_ids=SOURCE)["claim"]
+    call(engine, "add", name="voice", token_ids=SOURCE, claim="third")
     ask(engine, SOURCE)
-    call(engine, "abandon", name="voice", claim=claim)
+    call(engine, "abandon", name="voice", claim="third")
     assert len(sources(engine)["data"]) == 1, "what is computed stays"
+    call(engine, "add", name="voice", token_ids=SOURCE, claim="fourth")
+    call(engine, "abandon", name="voice", claim="fourth", even_computed=True)
+    assert len(sources(engine)["data"]) == 1, "what was there before stays"
+    call(engine, "abandon", name="voice", claim="third", even_computed=True)
+    assert len(sources(engine)["data"]) == 1, "declared since"
     call(engine, "remove", name="voice")
-    call(engine, "abandon", name="voice", claim=claim)
+    call(engine, "add", name="voice", token_ids=SOURCE, claim="fifth")
+    call(engine, "abandon", name="voice", claim="fifth", even_computed=True)
+    assert sources(engine)["pinned_blocks"] == 0
+    call(engine, "abandon", name="voice", claim="fifth")
 
 
 def test_an_abandoned_source_leaves_nothing(engine: Engine) -> None:

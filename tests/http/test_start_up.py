@@ -77,8 +77,10 @@ SHORT = ["--max-model-len", "512"]
         (["--kv-transfer-config", CONNECTOR], "KV connectors .*--kv-transfer-config"),
         (["--kv-offloading-size", "1"], "offloading .*--kv-offloading-size"),
         (["--kv-cache-dtype", "fp8"], "quantised KV cache.*--kv-cache-dtype fp8"),
-        (["--data-parallel-size", "2"], "--data-parallel-size 2"),
-        (["--pipeline-parallel-size", "2"], "--pipeline-parallel-size 2"),
+        (
+            ["--enforce-eager", "--pipeline-parallel-size", "2"],
+            "--pipeline-parallel-size 2 with --enforce-eager",
+        ),
         (["--kv-sharing-fast-prefill"], "cross-layer KV sharing"),
         (["--runner", "pooling"], "--runner pooling"),
     ],

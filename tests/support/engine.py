@@ -108,13 +108,17 @@ class Engine:
         finally:
             self.scheduler.max_num_scheduled_tokens = before
 
-    def poison_free_blocks(self) -> None:
-        """Fill every block that nobody holds, and that no prefix hit can bring back, with NaN."""
-        free = [
+    def free_block_ids(self) -> list[int]:
+        """Every block that nobody holds, and that no prefix hit can bring back."""
+        return [
             block.block_id
             for block in self.pool.blocks
             if block.ref_cnt == 0 and block.block_hash is None and not block.is_null
         ]
+
+    def poison_free_blocks(self) -> None:
+        """Fill the free blocks with NaN."""
+        free = self.free_block_ids()
         for cache in self.runner.kv_caches:
             cache[free] = float("nan")
 

@@ -69,7 +69,7 @@ def openai_client(url: str) -> OpenAI:
 # --- requests
 
 
-def completion_stream(url: str, ask: Ask) -> Any:
+def completion_stream(url: str, ask: Ask, headers: dict[str, str] | None = None) -> Any:
     """The raw chunks of a greedy streamed completion."""
     return openai_client(url).completions.create(
         model=SERVED,
@@ -80,6 +80,7 @@ def completion_stream(url: str, ask: Ask) -> Any:
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True, "return_token_ids": True, "vllm_xargs": ask.args},
+        extra_headers=headers,
     )
 
 
@@ -88,18 +89,20 @@ def complete(
     ask: Ask,
     on_chunk: Callable[[int], None] | None = None,
     prompt_tokens: int | None = None,
+    headers: dict[str, str] | None = None,
 ) -> Answer:
     """Stream one completion to its end.
 
     Args:
         on_chunk: called with the number of tokens so far after each chunk.
         prompt_tokens: what the usage must count; `None`: the prompt's.
+        headers: sent with the request.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
     usage: Any = None
     reasons = []
-    with closing(completion_stream(url, ask)) as chunks:
+    with closing(completion_stream(url, ask, headers)) as chunks:
         for chunk in chunks:
             usage = chunk.usage or usage
             for choice in chunk.choices:
@@ -122,9 +125,9 @@ def complete_all(url: str, asks: Sequence[Ask]) -> list[Answer]:
 
 
 @contextmanager
-def running_stream(url: str, ask: Ask) -> Iterator[Any]:
+def running_stream(url: str, ask: Ask, headers: dict[str, str] | None = None) -> Iterator[Any]:
     """A stream that has begun and is read no further; closing the connection aborts it."""
-    with closing(completion_stream(url, ask)) as chunks:
+    with closing(completion_stream(url, ask, headers)) as chunks:
         next(iter(chunks))
         yield chunks
 

@@ -49,7 +49,26 @@ def test_control_what_is_not_refused(config: Any) -> None:
     check_engine(config, POLICY)
     for dtype in ("auto", "float32"):
         check_engine(pretending(config, "cache_config", cache_dtype=dtype), POLICY)
-    check_engine(pretending(config, "parallel_config", tensor_parallel_size=4), POLICY)
+    for field in ("tensor_parallel_size", "data_parallel_size"):
+        check_engine(pretending(config, "parallel_config", **{field: 4}), POLICY)
+
+
+def test_replicas_of_a_mixture_of_experts(config: Any) -> None:
+    """vLLM keeps such replicas in step with each other, which nobody has tried."""
+    several = pretending(config, "parallel_config", data_parallel_size=3)
+    mixture = Pretending(config.model_config, is_moe=True)
+    message = (
+        r"--data-parallel-size 3 with mixture-of-experts models yet\. Run one server a replica"
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        check_engine(Pretending(several, model_config=mixture), POLICY)
+
+
+def test_pipelines_that_compile(plugin: None, engine_args: Any) -> None:
+    from vllm_bounded_kv.engine.plugin import CPU_WORKER
+
+    args = engine_args({}, pipeline_parallel_size=2, enforce_eager=False)
+    assert args.create_engine_config().parallel_config.worker_cls == CPU_WORKER
 
 
 @pytest.mark.parametrize(
@@ -86,14 +105,11 @@ def test_control_what_is_not_refused(config: Any) -> None:
             r"--prefill-context-parallel-size 4\. Use 1\.",
         ),
         (
-            "parallel_config",
-            {"data_parallel_size": 3},
-            r"--data-parallel-size 3 yet\. Run one server a replica\.",
-        ),
-        (
+            # This config is of an eager engine.
             "parallel_config",
             {"pipeline_parallel_size": 3},
-            r"--pipeline-parallel-size 3 yet\. Use --tensor-parallel-size\.",
+            r"--pipeline-parallel-size 3 with --enforce-eager .*\. Remove --enforce-eager, or use "
+            r"--tensor-parallel-size\.",
         ),
         (
             "device_config",

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_bounded_kv import metrics
-from vllm_bounded_kv.engine import source_routes
+from vllm_bounded_kv.engine import replicas, source_routes
 from vllm_bounded_kv.engine.compat import FIGURES_METHOD
 from vllm_bounded_kv.engine.named_source import NamedSourceMiddleware
 from vllm_bounded_kv.engine.settings import policy_of
@@ -41,31 +41,30 @@ class BoundedKVEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the engine at hand and show the metrics, at zero, from the start."""
         state.bounded_kv_engine = engine_client
-        metrics.create()
+        metrics.create(replicas.numbers(engine_client))
 
 
-async def fetch_figures(engine_client: Any, mark_read: bool = False) -> dict[str, Any]:
-    """Ask the engine core for its figures."""
-    core = engine_client.engine_core
-    figures: dict[str, Any] = await core.call_utility_async(FIGURES_METHOD, mark_read)
-    return figures
+async def fetch_figures(engine_client: Any, mark_read: bool = False) -> replicas.Answers:
+    """Ask the engine core, or those of all replicas, for their figures."""
+    return await replicas.ask_all(engine_client, FIGURES_METHOD, mark_read)
 
 
 async def _show(request: Request) -> JSONResponse:
     """The cache as JSON: policy, slots, and where every running stream stands."""
     engine = request.app.state.bounded_kv_engine
     try:
-        figures = await asyncio.wait_for(fetch_figures(engine), FIGURES_TIMEOUT_S)
+        answers = await asyncio.wait_for(fetch_figures(engine), FIGURES_TIMEOUT_S)
     except TimeoutError:
         return JSONResponse(
             {"error": f"the engine did not answer within {FIGURES_TIMEOUT_S} s; try again"},
             status_code=503,
             headers={"Retry-After": "1"},
         )
-    del figures["ring_wraps_unread"]
+    for answer in answers.values():
+        del answer["ring_wraps_unread"]
     policy = policy_of(engine.vllm_config)
     assert policy is not None
-    return JSONResponse({"policy": policy.to_mapping(), **figures})
+    return JSONResponse({"policy": policy.to_mapping(), **replicas.all_figures(answers)})
 
 
 async def _metrics(request: Request) -> Response:
@@ -80,6 +79,7 @@ async def _metrics(request: Request) -> Response:
     )
 
 
-def _take_over(fetch: asyncio.Future[dict[str, Any]]) -> None:
+def _take_over(fetch: asyncio.Future[replicas.Answers]) -> None:
     if not fetch.cancelled() and fetch.exception() is None:
-        metrics.update(fetch.result())
+        for number, figures in fetch.result().items():
+            metrics.update(number, figures)

@@ -28,6 +28,8 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
         UnsupportedError: naming the flag or feature.
         PolicyError: naming the field, its value and the limit.
     """
+    from vllm.config import CompilationMode
+
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     stock = "Serve this model without --kv-plugin."
     for is_used, what, remedy in (
@@ -64,14 +66,17 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
             "Use 1.",
         ),
         (
-            parallel.data_parallel_size > 1,
-            f"--data-parallel-size {parallel.data_parallel_size} yet",
+            parallel.data_parallel_size > 1 and model.is_moe,
+            f"--data-parallel-size {parallel.data_parallel_size} with mixture-of-experts models "
+            "yet",
             "Run one server a replica.",
         ),
         (
-            parallel.pipeline_parallel_size > 1,
-            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} yet",
-            "Use --tensor-parallel-size.",
+            parallel.pipeline_parallel_size > 1
+            and config.compilation_config.mode == CompilationMode.NONE,
+            f"--pipeline-parallel-size {parallel.pipeline_parallel_size} with --enforce-eager (nor "
+            "does vLLM's CPU runner: its stages prepare what they receive as they compile)",
+            "Remove --enforce-eager, or use --tensor-parallel-size.",
         ),
         (
             cache.kv_sharing_fast_prefill,

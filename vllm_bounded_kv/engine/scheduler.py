@@ -73,8 +73,14 @@ class BoundedSchedulerMixin:
         self.num_slots = min(self.max_num_active_reqs, pool_slots)
         self.slot_blocks = spec.slot_blocks
         (group,) = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        # The group is one worker's: of a pipeline's stage its layers, of a tensor-parallel worker
+        # its heads.
         num_layers = len(group.layer_names)
-        self.block_bytes = spec.page_size_bytes * num_layers
+        if config.parallel_config.pipeline_parallel_size > 1:
+            num_layers = config.model_config.get_total_num_hidden_layers()
+        num_workers = config.parallel_config.tensor_parallel_size
+        self.block_bytes = spec.page_size_bytes * num_layers * num_workers
         if max_pinned is None:
             can_pin = self.bounded_policy.max_source_len >= spec.block_size
             max_pinned = pool_blocks - self.num_slots * spec.slot_blocks if can_pin else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ from fastapi import FastAPI, Header, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_bounded_kv.engine import replicas
 from vllm_bounded_kv.engine.compat import SOURCES_METHOD
 from vllm_bounded_kv.engine.sources import SourceError
 
@@ -69,14 +71,13 @@ def attach(app: FastAPI) -> None:
 
 
 async def call(engine: Any, action: str, **values: Any) -> dict[str, Any]:
-    """Ask the engine core: see `sources.handle`.
+    """Ask the engine core, or those of all replicas: see `sources.handle`.
 
     Raises:
         SourceError: what it refuses.
     """
-    answer: dict[str, Any] = await engine.engine_core.call_utility_async(
-        SOURCES_METHOD, action, values
-    )
+    answers = await replicas.ask_all(engine, SOURCES_METHOD, action, values)
+    answer = replicas.all_sources(action, answers)
     if error := answer.get("error"):
         raise SourceError(error["status"], error["field"], error["message"])
     return answer
@@ -128,16 +129,25 @@ async def _pin(source: NewSource, request: Request) -> JSONResponse:
         salt = checked_salt(source.cache_salt)
         token_ids = await _tokens(source, request)
         named = {"name": source.name, "cache_salt": salt}
-        answer = await call(
-            engine, "add", **named, token_ids=token_ids, field=source.field, ttl_s=source.ttl_s
-        )
-        if not answer["source"]["is_computed"]:
-            try:
+        claim = uuid.uuid4().hex
+        try:
+            answer = await call(
+                engine,
+                "add",
+                **named,
+                token_ids=token_ids,
+                field=source.field,
+                ttl_s=source.ttl_s,
+                claim=claim,
+            )
+            if not answer["source"]["is_computed"]:
                 await _compute(engine, token_ids, salt)
                 answer["source"] = await _computed(engine, named, answer["source"]["id"])
-            except BaseException:
-                await call(engine, "abandon", **named, claim=answer["claim"])
-                raise
+        except BaseException:
+            # Several replicas have it all, or none has it.
+            several = len(replicas.numbers(engine)) > 1
+            await call(engine, "abandon", **named, claim=claim, even_computed=several)
+            raise
     except SourceError as error:
         return refusal(error)
     return JSONResponse(answer["source"], status_code=201 if answer["is_new"] else 200)
@@ -246,7 +256,8 @@ async def _tokens(source: NewSource, request: Request) -> list[int]:
 
 
 async def _compute(engine: Any, token_ids: list[int], salt: str | None) -> None:
-    """Let the model read the source once; its blocks are pinned when the request ends."""
+    """Let the model read the source, once on each replica; its blocks are pinned when the request
+    ends."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
@@ -254,5 +265,12 @@ async def _compute(engine: Any, token_ids: list[int], salt: str | None) -> None:
         max_tokens=1, temperature=0, extra_args={"kv_source_len": len(token_ids)}
     )
     prompt = tokens_input(token_ids, cache_salt=salt)
-    async for _ in engine.generate(prompt, params, f"kv-source-{uuid.uuid4()}"):
-        pass
+
+    async def read(index: int | None) -> None:
+        request_id = f"kv-source-{uuid.uuid4()}"
+        async for _ in engine.generate(prompt, params, request_id, data_parallel_rank=index):
+            pass
+
+    num_replicas = len(replicas.numbers(engine))
+    # vLLM counts from the first that this server speaks to. A replica that has it, hits it.
+    await asyncio.gather(*map(read, range(num_replicas) if num_replicas > 1 else [None]))

@@ -51,8 +51,9 @@ class Source:
     """Of its blocks that are pinned: the full ones inside the sink of who declares it."""
     expires: float | None
     """By `time.monotonic`; `None`: never."""
-    claim: int = 0
-    """Counts the times it was declared: who declared it last may abandon it."""
+    first_claim: str = ""
+    """Of who made it; `claim`: of who declared it last, and may abandon it."""
+    claim: str = ""
 
     @property
     def id(self) -> str:
@@ -73,7 +74,6 @@ class PinnedSources:
         self._pins: dict[BlockHash, _Pin] = {}
         self._missing: dict[BlockHash, None] = {}  # in order, of those not computed yet
         self._next_expiry: float | None = None
-        self._num_claims = 0
 
     @property
     def num_sources(self) -> int:
@@ -96,8 +96,12 @@ class PinnedSources:
         token_ids: list[int],
         hashes: Sequence[BlockHash],
         ttl_s: float | None,
+        claim: str = "",
     ) -> bool:
         """Name a source and pin what is cached of it; a name given again is renewed.
+
+        Args:
+            claim: marks this call, for `abandon`.
 
         Returns:
             Whether the name is new.
@@ -125,7 +129,9 @@ class PinnedSources:
             )
         expires = None if ttl_s is None else time.monotonic() + ttl_s
         if known is None:
-            self._sources[salt, name] = Source(name, salt, token_ids, tuple(hashes), expires)
+            self._sources[salt, name] = Source(
+                name, salt, token_ids, tuple(hashes), expires, first_claim=claim
+            )
             for block_hash in hashes:
                 pin = self._pins.get(block_hash)
                 if pin is None:
@@ -135,15 +141,21 @@ class PinnedSources:
             self.settle()
         else:
             known.expires = expires
-        self._num_claims += 1
-        self._sources[salt, name].claim = self._num_claims
+        self._sources[salt, name].claim = claim
         self._plan_expiry()
         return known is None
 
-    def abandon(self, name: str, salt: str | None, claim: int) -> None:
-        """Forget a source that could not be computed, unless somebody has declared it since."""
+    def abandon(self, name: str, salt: str | None, claim: str, even_computed: bool = False) -> None:
+        """Forget a source that could not be computed, unless somebody has declared it since.
+
+        Args:
+            claim: of the call that declared it.
+            even_computed: forget what that call has made in any case: not all replicas have it.
+        """
         source = self._sources.get((salt, name))
-        if source is not None and source.claim == claim and not self.is_computed(source):
+        if source is None or source.claim != claim:
+            return
+        if not self.is_computed(source) or (even_computed and source.first_claim == claim):
             self.remove(source)
 
     def is_computed(self, source: Source) -> bool:
@@ -289,11 +301,13 @@ def handle(
         if action == "add":
             token_ids = values["token_ids"]
             hashes = hash_blocks(token_ids, salt, values.get("field", "prompt_token_ids"))
-            is_new = sources.add(name, salt, token_ids, hashes, values.get("ttl_s"))
+            is_new = sources.add(
+                name, salt, token_ids, hashes, values.get("ttl_s"), values.get("claim", "")
+            )
             source = sources.find(name, salt)
-            return {"source": sources.view(source), "is_new": is_new, "claim": source.claim}
+            return {"source": sources.view(source), "is_new": is_new}
         if action == "abandon":
-            sources.abandon(name, salt, values["claim"])
+            sources.abandon(name, salt, values["claim"], values.get("even_computed", False))
             return {}
         if action == "remove":
             source = sources.find(name, salt)
