@@ -33,6 +33,8 @@ class Ask:
     max_tokens: int = 40
     args: dict[str, Any] = field(default_factory=dict)
     salt: str | None = None
+    adapter: Any = None
+    """A `LoRARequest`; `None`: the base model."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,9 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": ask.prompt}
         if ask.salt is not None:
             prompt["cache_salt"] = ask.salt
-        return self.engine.add_request(str(self._next_id), prompt, params) or str(self._next_id)
+        request_id = str(self._next_id)
+        added = self.engine.add_request(request_id, prompt, params, lora_request=ask.adapter)
+        return added or request_id
 
     def run(
         self,
