@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Engine:
         from vllm import LLM
 
         assert not Engine.alive, "close the engine before: it would end this one's process groups"
+        let_vllm_look_through_modules()
         settings = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -207,6 +209,27 @@ class Engine:
         Engine.alive = False
         del self.engine, self.llm
         gc.collect()
+
+
+def let_vllm_look_through_modules() -> None:
+    """An engine that starts on a CPU asks everything in every module for its `__dict__`, and stops
+    at llvmlite's `lib`, which has one of any name. N-gram drafts import it (numba), so without
+    this no engine could follow one with drafts in the same process."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    kind = ffi._lib_wrapper
+    attribute = kind.__getattr__
+    if getattr(attribute, "is_ours", False):
+        return
+
+    def no_dunders(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return attribute(self, name)
+
+    no_dunders.is_ours = True  # type: ignore[attr-defined]
+    kind.__getattr__ = no_dunders
 
 
 def judge(
