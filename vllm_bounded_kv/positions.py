@@ -31,6 +31,12 @@ def num_fallbacks(position: int, capacity: int, limit: int) -> int:
     return 0 if position < limit else (position - capacity) // (limit - capacity)
 
 
+def next_fallback(position: int, capacity: int, limit: int) -> int:
+    """The first position, from `position` on, at which `v` falls back; arguments as above."""
+    period = limit - capacity
+    return limit + max(0, -(-(position - limit) // period)) * period
+
+
 def rotary_position(position: int, capacity: int, limit: int) -> int:
     """`v(position)`, in `[0, limit)`; arguments as for `num_fallbacks`."""
     return position - num_fallbacks(position, capacity, limit) * (limit - capacity)

@@ -78,6 +78,24 @@ def test_window_beside_the_step(tiny_model: Path, oracle: OracleLlama) -> None:
             expect_exact(oracle, ask, answer, 4, 63, includes_step=False)
 
 
+@pytest.mark.parametrize("num_drafts", [1, 2])
+def test_the_shortest_drafts(tiny_model: Path, oracle: OracleLlama, num_drafts: int) -> None:
+    """Of one token: they need no spare entry, and leave steps of one token to vLLM's kernel."""
+    drafts = {
+        "method": "ngram",
+        "num_speculative_tokens": num_drafts,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+    with an_engine(
+        tiny_model, {"sink": 4, "window": 60}, speculative_config=drafts, max_model_len=1024
+    ) as engine:
+        assert engine.scheduler.slot_blocks == 2 + (num_drafts > 1)
+        asks = asks_around(4, 60)
+        for ask, answer in zip(asks, engine.run(asks, chunk=50), strict=True):
+            expect_exact(oracle, ask, answer, 4, 60)
+
+
 def retention_by_source(source_len: int) -> SinkWindow:
     """Half the source for the sink, and a window that shrinks as the source grows."""
     return SinkWindow(source_len // 2, 70 - source_len, window_includes_step=True)

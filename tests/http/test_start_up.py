@@ -50,7 +50,7 @@ def config(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return make
 
 
-SPECULATION = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
+SPECULATION = '{"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 CONNECTOR = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
 SHORT = ["--max-model-len", "512"]
 
@@ -73,7 +73,10 @@ SHORT = ["--max-model-len", "512"]
         (["--bounded-kv-sink", "-1"], "sink=-1: must be >= 0"),
         (["--bounded-kv-window", "0"], "window=0: must be >= 1"),
         (["--bounded-kv-max-slots", "0"], "max_slots=0: must be >= 1"),
-        (["--speculative-config", SPECULATION], "speculative decoding .--speculative-config"),
+        (
+            ["--speculative-config", SPECULATION],
+            "speculative decoding by ngram_gpu .--speculative-config",
+        ),
         (["--kv-transfer-config", CONNECTOR], "KV connectors .*--kv-transfer-config"),
         (["--kv-offloading-size", "1"], "offloading .*--kv-offloading-size"),
         (["--kv-cache-dtype", "fp8"], "quantised KV cache.*--kv-cache-dtype fp8"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,8 @@ class Ask:
     max_tokens: int = 40
     args: dict[str, Any] = field(default_factory=dict)
     salt: str | None = None
+    adapter: Any = None
+    """A `LoRARequest`; `None`: the base model."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Engine:
         from vllm import LLM
 
         assert not Engine.alive, "close the engine before: it would end this one's process groups"
+        let_vllm_look_through_modules()
         settings = {
             "dtype": "float32",
             "enforce_eager": True,
@@ -136,7 +140,9 @@ class Engine:
         prompt: dict[str, Any] = {"prompt_token_ids": ask.prompt}
         if ask.salt is not None:
             prompt["cache_salt"] = ask.salt
-        return self.engine.add_request(str(self._next_id), prompt, params) or str(self._next_id)
+        request_id = str(self._next_id)
+        added = self.engine.add_request(request_id, prompt, params, lora_request=ask.adapter)
+        return added or request_id
 
     def run(
         self,
@@ -207,6 +213,27 @@ class Engine:
         Engine.alive = False
         del self.engine, self.llm
         gc.collect()
+
+
+def let_vllm_look_through_modules() -> None:
+    """An engine that starts on a CPU asks everything in every module for its `__dict__`, and stops
+    at llvmlite's `lib`, which has one of any name. N-gram drafts import it (numba), so without
+    this no engine could follow one with drafts in the same process."""
+    ffi = sys.modules.get("llvmlite.binding.ffi")
+    if ffi is None:
+        return
+    kind = ffi._lib_wrapper
+    attribute = kind.__getattr__
+    if getattr(attribute, "is_ours", False):
+        return
+
+    def no_dunders(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return attribute(self, name)
+
+    no_dunders.is_ours = True  # type: ignore[attr-defined]
+    kind.__getattr__ = no_dunders
 
 
 def judge(

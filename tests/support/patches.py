@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+LORA_OPS = ("shrink", "expand", "expand_slice")
+
 
 def patched_globals() -> list[tuple[Any, str]]:
     """Every global that registration, or a bounded engine in this process, mutates."""
     import vllm.plugins
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
@@ -25,4 +29,5 @@ def patched_globals() -> list[tuple[Any, str]]:
         (EngineCore, "bounded_kv_sources"),
         (BaseIncrementalDetokenizer, "get_next_output_text"),
         (vllm.plugins, "load_endpoint_plugins"),
+        *((owner, f"bgmv_{name}") for owner in (lora_ops, punica_cpu) for name in LORA_OPS),
     ]

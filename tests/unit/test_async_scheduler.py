@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, get_request_block_hasher
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -561,3 +561,37 @@ def test_control_hashing_on_and_on_is_noticed(
     core.add("a", random_prompt(BLOCK - 9), 200)
     with pytest.raises(AssertionError, match="hashes more than its sink"):
         core.run()
+
+
+# --- drafts ----------------------------------------------------------------------------------
+
+
+def next_piece(name: str, piece: list[int], max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return Request(name, piece, params, None, resumable=True)
+
+
+@pytest.mark.parametrize("make_core", [BoundedScheduler], indirect=True)
+@pytest.mark.parametrize("num_said", [1, 2, 3, 4, 5])
+def test_a_turn_that_stops_within_an_accepted_draft(make_core: MakeCore, num_said: int) -> None:
+    """What was accepted behind its last token was never said: the next piece takes its place."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    core = make_core(speculative_config=ngram)
+    scheduler, prompt, draft = core.scheduler, random_prompt(20), [7, 8, 9, 10]
+    session = next_piece("s", list(prompt), 1 + num_said)
+    core.policies["s"] = SINK, WINDOW
+    scheduler.add_request(session)
+    core.step()
+    (first,) = session.output_token_ids
+    scheduler.update_draft_token_ids(DraftTokenIds(["s"], [draft]))
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"s": 1 + len(draft)}
+    accepted = ModelRunnerOutput(["s"], {"s": 0}, [[*draft, 11]])
+    answers = scheduler.update_from_output(output, accepted)
+    said = [*draft, 11][:num_said]
+    assert [answer.new_token_ids for answer in answers[0].outputs] == [said]
+    assert session.num_computed_tokens == len(prompt) + num_said
+    scheduler.add_request(next_piece("s", [50, 51], 1))
+    # Its last token is the next piece's to replace, as at every turn's end.
+    assert list(session.all_token_ids) == [*prompt, first, *said[:-1], 50, 51]
+    assert scheduler.schedule().num_scheduled_tokens == {"s": 2}

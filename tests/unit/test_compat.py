@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import re
 from collections.abc import Callable
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from support.patches import LORA_OPS
 from vllm_bounded_kv.engine import compat
 
 
@@ -17,6 +20,7 @@ def ignore(*args: Any) -> None:
     """A callback that does nothing."""
 
 
+LORA_MODULES = ("vllm.lora.ops.torch_ops.lora_ops", "vllm.lora.punica_wrapper.punica_cpu")
 INSTALL: list[tuple[Callable[[], None], list[str]]] = [
     (lambda: compat.install_cli(ignore), ["EngineArgs.add_cli_args"]),
     (
@@ -34,6 +38,10 @@ INSTALL: list[tuple[Callable[[], None], list[str]]] = [
     (compat.install_engine_core_hooks, ["EngineCore.preprocess_add_request"]),
     (lambda: compat.install_endpoint(ignore), ["vllm.plugins.load_endpoint_plugins"]),
     (compat.forget_sent_text, ["BaseIncrementalDetokenizer.get_next_output_text"]),
+    (
+        compat.leave_rows_without_adapter_alone,
+        [f"{module}.bgmv_{name}" for module in LORA_MODULES for name in LORA_OPS],
+    ),
 ]
 PATCHED = [target for _, targets in INSTALL for target in targets]
 
@@ -48,7 +56,8 @@ def owner_of(target: str) -> Any:
 
     classes = (EngineArgs, AsyncLLM, EngineCore, InputProcessor, BaseIncrementalDetokenizer)
     owners: dict[str, Any] = {owner.__name__: owner for owner in classes}
-    return {**owners, "vllm.plugins": vllm.plugins}[target.rpartition(".")[0]]
+    modules = {name: importlib.import_module(name) for name in LORA_MODULES}
+    return {**owners, **modules, "vllm.plugins": vllm.plugins}[target.rpartition(".")[0]]
 
 
 def descriptor(target: str) -> Any:
@@ -283,3 +292,29 @@ def test_forgetting_sent_text_changes_no_text(stock_vllm: None) -> None:
     assert [sent for sent, _ in forgetful] == [sent for sent, _ in stock]
     assert max(kept for _, kept in stock) > 40
     assert max(kept for _, kept in forgetful) < 40
+
+
+@pytest.mark.parametrize("name", LORA_OPS)
+def test_rows_without_adapter_are_left_alone(stock_vllm: None, name: str) -> None:
+    """And all others bit for bit as they were; stock vLLM gives them the last adapter."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(5, 4, generator=generator)
+    weights = torch.randn(2, 1, 6, 4, generator=generator)
+    rest: tuple[Any, ...] = {"shrink": (0.5,), "expand": (True,), "expand_slice": (1, 6, True)}[
+        name
+    ]
+
+    def outputs(adapters: list[int]) -> torch.Tensor:
+        out = torch.zeros(5, 8)
+        getattr(lora_ops, f"bgmv_{name}")(inputs, weights, out, torch.tensor(adapters), *rest)
+        return out
+
+    stock = outputs([1, 0, 1, 0, 1])
+    assert torch.equal(outputs([-1, 0, 1, 0, 1]), stock)
+    compat.leave_rows_without_adapter_alone()
+    assert torch.equal(outputs([1, 0, 1, 0, 1]), stock)
+    some = outputs([-1, 0, 1, 0, -1])
+    assert torch.equal(some[1:4], stock[1:4])
+    assert not some[[0, 4]].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,7 @@ def test_defaults() -> None:
         "session_idle_s": None,
         "max_sessions": None,
         "retention": None,
+        "num_draft_tokens": 0,
     }
 
 
@@ -382,16 +384,16 @@ def test_no_request_outgrows_the_slot() -> None:
 
 
 def test_footprint_and_wraps_by_brute_force() -> None:
-    for sink in range(5):
+    for sink, spare in itertools.product(range(5), (0, 1, 3)):
         for ring in range(1, 6):
-            stream = StreamPolicy(sink, ring)
+            stream = StreamPolicy(sink, ring, spare)
             assert stream.capacity == sink + ring
             entries: set[int] = set()
             wraps = 0
-            for n in range(5 * (sink + ring)):
+            for n in range(5 * (sink + ring + spare)):
                 assert stream.num_wraps(n) == wraps
-                assert stream.num_retained(n) == len(entries)
-                entry = compact_index(n, sink, ring)
+                assert stream.num_retained(n) == min(len(entries), stream.capacity)
+                entry = compact_index(n, sink, ring + spare)
                 wraps += entry == sink and entry in entries and n > sink
                 entries.add(entry)
             for size in (1, 2, 3, 16):

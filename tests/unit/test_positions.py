@@ -17,8 +17,9 @@ import torch
 
 from vllm_bounded_kv.engine import ranged, rebase
 from vllm_bounded_kv.engine.plan import StepPlan, plan_step
+from vllm_bounded_kv.engine.policy import EnginePolicy
 from vllm_bounded_kv.engine.rotary import Rotary
-from vllm_bounded_kv.positions import num_fallbacks, rotary_position
+from vllm_bounded_kv.positions import next_fallback, num_fallbacks, rotary_position
 
 
 def test_positions_fall_back_by_the_period_each_time() -> None:
@@ -32,6 +33,7 @@ def test_positions_stay_below_the_limit_and_fall_only_at_boundaries(
     capacity: int, limit: int
 ) -> None:
     period = limit - capacity
+    boundaries = range(limit, 7 * limit, period)
     before = -1
     for p in range(5 * limit):
         v = rotary_position(p, capacity, limit)
@@ -39,6 +41,8 @@ def test_positions_stay_below_the_limit_and_fall_only_at_boundaries(
         falls = p >= limit and (p - capacity) % period == 0
         assert v == before + 1 - period * falls
         assert v == p - period * num_fallbacks(p, capacity, limit)
+        falls_next = next(q for q in range(p, p + limit + 1) if q in boundaries)
+        assert next_fallback(p, capacity, limit) == falls_next
         before = v
 
 
@@ -89,9 +93,11 @@ class World:
     block_size: int
     limit: int
     streams: list[Stream]
+    spare: int = 0
     cache: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def step(self, num_tokens: list[int]) -> None:
+    def step(self, num_tokens: list[int], num_rejected: list[int] | None = None) -> None:
+        """Of each stream's tokens, the last so many are drafts that are taken back."""
         width = max(len(s.blocks) for s in self.streams)
         table = np.zeros((len(self.streams), 2 + width), dtype=np.int32)
         for row, s in enumerate(self.streams):
@@ -99,7 +105,13 @@ class World:
         after = [s.length + n for s, n in zip(self.streams, num_tokens, strict=True)]
         start = np.concatenate([[0], np.cumsum(num_tokens)]).astype(np.int32)
         plan = plan_step(
-            table, start, np.array(after, np.int32), int(start[-1]), self.block_size, self.limit
+            table,
+            start,
+            np.array(after, np.int32),
+            int(start[-1]),
+            self.block_size,
+            self.limit,
+            self.spare,
         )
         positions = [
             p for s, end in zip(self.streams, after, strict=True) for p in range(s.length, end)
@@ -112,8 +124,9 @@ class World:
         ]
         assert turned == expected
         self._play(plan, positions, turned, start)
-        for s, end in zip(self.streams, after, strict=True):
-            s.length = end
+        rejected = num_rejected or [0] * len(after)
+        for s, end, minus in zip(self.streams, after, rejected, strict=True):
+            s.length = end - minus
 
     def _play(self, plan: StepPlan, positions: list[int], turned: list[int], start: Any) -> None:
         moves = plan.rebase
@@ -138,10 +151,12 @@ class World:
         assert len(set(slots)) == len(slots), "a key is turned twice"
         for slot, by in zip(slots, turn.by.tolist(), strict=True):
             assert by < 0
-            position, rotation = self.cache[slot]
-            self.cache[slot] = position, rotation + by
+            if slot in self.cache or not self.spare:  # spare entries may be blank still
+                position, rotation = self.cache[slot]
+                self.cache[slot] = position, rotation + by
 
     def _check_stock(self, stream: Stream, p: int, v: int) -> None:
+        assert not self.spare or p < stream.capacity, "vLLM's kernel would see spare entries"
         for q, expected in wanted_keys(stream.sink, stream.ring, p, v).items():
             compact = q if q < stream.capacity else stream.sink + (q - stream.sink) % stream.ring
             slot = stream.blocks[compact // self.block_size] * self.block_size
@@ -170,18 +185,18 @@ class World:
         assert covered == own
 
 
-def world(chance: random.Random) -> World:
+def world(chance: random.Random, spare: int = 0) -> World:
     block_size = chance.choice([1, 2, 4])
     streams, block = [], 1
     for _ in range(chance.randint(1, 3)):
         sink, ring = chance.randint(0, 6), chance.randint(1, 9)
-        count = -(-(sink + ring) // block_size)
+        count = -(-(sink + ring + spare) // block_size)
         blocks = list(range(block, block + count))
         chance.shuffle(blocks)
         streams.append(Stream(sink, ring, blocks))
         block += count
     limit = max(s.capacity for s in streams) + chance.choice([1, 2, 3, 7, 20])
-    return World(block_size, limit, streams)
+    return World(block_size, limit, streams, spare)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -193,6 +208,42 @@ def test_every_query_finds_every_key_turned_right(seed: int) -> None:
         tokens = [chance.choice([0, 1, 1, chance.randint(1, longest)]) for _ in it.streams]
         if any(tokens):
             it.step(tokens)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_rejected_drafts_harm_no_later_query(seed: int) -> None:
+    """Cut where positions fall back, as the scheduler cuts them; any number of a draft's tokens
+    is taken back, again and again."""
+    chance = random.Random(seed)
+    num_drafts = chance.randint(1, 5)
+    it = world(chance, EnginePolicy(num_draft_tokens=num_drafts).spare)
+    for _ in range(120):
+        tokens, rejected = [], []
+        for s in it.streams:
+            if chance.random() < 0.1:  # a part of a prompt
+                tokens.append(chance.randint(0, 12))
+                rejected.append(0)
+                continue
+            room = next_fallback(s.length + 1, s.capacity, it.limit) - (s.length + 1)
+            draft = min(room, chance.randint(0, num_drafts))
+            tokens.append(1 + draft)
+            rejected.append(chance.choice([0, draft, chance.randint(0, draft)]))
+        if any(tokens):
+            it.step(tokens, rejected)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("wrong", ["too little spare", "across a boundary"])
+def test_control_rejected_drafts_do_harm(seed: int, wrong: str) -> None:
+    chance = random.Random(seed)
+    it = World(2, 20, [Stream(3, 6, list(range(6)))], spare=2)
+    draft = 4 if wrong == "too little spare" else 3
+    with pytest.raises(AssertionError):
+        for _ in range(200):
+            (s,) = it.streams
+            room = next_fallback(s.length + 1, s.capacity, it.limit) - (s.length + 1)
+            taken = draft if wrong == "across a boundary" else min(draft, room)
+            it.step([1 + taken], [chance.randint(0, taken)])
 
 
 def test_long_tiles_are_cut_at_boundaries_too() -> None:

@@ -125,6 +125,22 @@ def test_refused(config: Any, part: str, said: dict[str, Any], message: str) -> 
         check_engine(pretending(config, part, **said), POLICY)
 
 
+@pytest.mark.parametrize("method", ["eagle", "draft_model", "ngram_gpu", "suffix"])
+def test_drafts_that_are_not_looked_up(config: Any, method: str) -> None:
+    drafting = Pretending(config, speculative_config=SimpleNamespace(method=method))
+    message = rf"speculative decoding by {method} .*Its \"method\" can be \"ngram\"\."
+    with pytest.raises(UnsupportedError, match=message):
+        check_engine(drafting, POLICY)
+
+
+def test_drafts_with_asynchronous_scheduling(config: Any) -> None:
+    drafting = Pretending(config, speculative_config=SimpleNamespace(method="ngram"))
+    check_engine(drafting, POLICY)
+    message = r"speculative decoding with asynchronous scheduling yet\. Use --no-async-scheduling\."
+    with pytest.raises(UnsupportedError, match=message):
+        check_engine(pretending(drafting, "scheduler_config", async_scheduling=True), POLICY)
+
+
 def test_the_v2_model_runner(config: Any) -> None:
     message = r"vLLM's V2 model runner yet\. Set VLLM_USE_V2_MODEL_RUNNER=0\."
     with pytest.raises(UnsupportedError, match=message):

@@ -33,7 +33,7 @@ def engine(
         uses_mrope=False,
         uses_alibi=False,
     )
-    return SimpleNamespace(model_config=model)
+    return SimpleNamespace(model_config=model, speculative_config=None)
 
 
 def asked(**config: Any) -> dict[str, Any]:
@@ -175,6 +175,16 @@ def test_settings_that_are_no_mapping_are_refused(value: Any) -> None:
         settle(asked(bounded_kv=value), engine())
     with pytest.raises(PolicyError, match=r"bounded_kv=.*must be a mapping"):
         settle(asked(), engine(model_policy=value))
+
+
+def test_the_length_of_drafts_is_vllms_to_say() -> None:
+    drafting = engine()
+    drafting.speculative_config = SimpleNamespace(num_speculative_tokens=5)
+    policy = settle(asked(), drafting)["bounded_kv"]
+    assert policy["num_draft_tokens"] == 5
+    assert settle(asked(bounded_kv=policy), drafting)["bounded_kv"] == policy
+    with pytest.raises(PolicyError, match="num_draft_tokens=5: is not to be set: --speculative"):
+        settle(asked(bounded_kv=policy), engine())
 
 
 @pytest.mark.parametrize("where", ["flags", "file", "model"])

@@ -322,6 +322,33 @@ def forget_sent_text() -> None:
     _wrap(BaseIncrementalDetokenizer, "get_next_output_text", make)
 
 
+def leave_rows_without_adapter_alone() -> None:
+    """Patch: `bgmv_shrink`, `bgmv_expand` and `bgmv_expand_slice` of the CPU's LoRA operations. A
+    row of the base model has adapter -1, which they take for the last adapter in the batch's
+    table: whoever asks for the base model beside others' adapters gets one of theirs (vLLM's pull
+    requests 48421 and 49656). What such rows contribute is made zero.
+
+    Remove when vLLM's `lora_ops` skips rows of adapter -1.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def bgmv(
+            inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **kwargs: Any
+        ) -> None:
+            without = indices < 0
+            if without.any():
+                inputs = inputs.masked_fill(without[:, None], 0)
+            original(inputs, weights, output, indices, *args, **kwargs)
+
+        return bgmv
+
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        for owner in (lora_ops, punica_cpu):  # the latter has names of its own for them
+            _wrap(owner, name, make)
+
+
 def rewind_cpu_generators(runner: Any) -> None:
     """Patch: one CPU runner's `_sample` and `_bookkeeping_sync`. A request with a seed samples a
     token after each chunk of its prompt, which is discarded; vLLM then moves its generator back by

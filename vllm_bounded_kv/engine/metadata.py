@@ -70,6 +70,7 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         policy = policy_of(vllm_config)
         assert policy is not None
         self.position_limit = policy.position_limit
+        self.spare = policy.spare
         self.rotary: Rotary | None = None
         """Set by the worker, where positions fall back: only it knows the model."""
 
@@ -88,6 +89,7 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             common.num_actual_tokens,
             self.block_size,
             self.position_limit,
+            self.spare,
         )
         rebase = plan.rebase
         if rebase is not None:

@@ -21,7 +21,9 @@ NO_SLOT = -1
 
 @dataclass(frozen=True)
 class RangedRow:
-    """A row of several tokens that wraps: it reads what it retains before it overwrites it.
+    """A row that vLLM's kernel cannot serve: of several tokens that wrap, so that it must read
+    what it retains before it overwrites it; or of any that wrap, where the ring has spare entries,
+    which the kernel would see.
 
     Keys, in stream order, are the retained entries, read from `slots`, then the step's own.
     """
@@ -71,6 +73,7 @@ def plan_step(
     num_tokens: int,
     block_size: int,
     position_limit: int | None = None,
+    spare: int = 0,
 ) -> StepPlan:
     """Plan one step.
 
@@ -81,11 +84,12 @@ def plan_step(
         num_tokens: tokens of the batch, padding included; padded tokens write nothing.
         block_size: entries per block.
         position_limit: where rotary positions fall back (see `positions`); `None`: nowhere.
+        spare: entries that each ring has beside those that queries see.
     """
-    rows = Rows.read(table, query_start, stream_lens, block_size)
+    rows = Rows.read(table, query_start, stream_lens, block_size, spare)
     capacity, before, after = rows.capacity, rows.before, rows.after
     query_lens = after - before
-    is_ranged = (after > capacity) & (query_lens > 1)
+    is_ranged = (after > capacity) & (query_lens > (0 if spare else 1))
 
     token_rows = np.repeat(np.arange(len(after)), query_lens)
     positions = np.arange(len(token_rows)) - np.repeat(rows.start - before, query_lens)
@@ -93,8 +97,10 @@ def plan_step(
 
     slot_mapping = np.full(num_tokens, NO_SLOT, dtype=np.int64)
     if is_ranged.any():
-        overwrites = is_ranged[token_rows] & (positions >= capacity[token_rows])
-        survives = positions >= (after - rows.ring)[token_rows]  # the last writer of its entry
+        overwrites = is_ranged[token_rows] & (
+            positions >= (rows.sink + rows.stored_ring)[token_rows]
+        )
+        survives = positions >= (after - rows.stored_ring)[token_rows]  # last writer of its entry
         late_tokens = np.flatnonzero(overwrites & survives)
         slot_mapping[: len(slots)] = np.where(overwrites, NO_SLOT, slots)
     else:

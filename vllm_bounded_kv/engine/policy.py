@@ -48,15 +48,18 @@ class StreamPolicy:
 
     sink: int
     ring: int
+    spare: int = 0
+    """Entries by which the ring in the slot is longer than what queries see of it: drafts that
+    are rejected may have overwritten as many (see `docs/design.md`, "Drafts")."""
 
     @property
     def capacity(self) -> int:
-        """Entries the slot holds: `B = S + R`."""
+        """Entries that queries see: `B = S + R`."""
         return self.sink + self.ring
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks the stream takes at admission, shared ones included, and holds to its end."""
-        return slot_blocks(self.sink, self.ring, block_size)
+        return slot_blocks(self.sink, self.ring + self.spare, block_size)
 
     def num_immutable_blocks(self, block_size: int) -> int:
         """Leading blocks that are never overwritten, so may be hashed and shared."""
@@ -68,7 +71,7 @@ class StreamPolicy:
 
     def num_wraps(self, num_entries: int) -> int:
         """How often the ring has started over after `num_entries` entries."""
-        return max(0, num_entries - 1 - self.sink) // self.ring
+        return max(0, num_entries - 1 - self.sink) // (self.ring + self.spare)
 
 
 def _require_int(field: str, value: Any, minimum: int) -> int:
@@ -126,12 +129,16 @@ class EnginePolicy:
     retention: str | None = None
     """`module:function`, called with a source length, returning a `SinkWindow`. Replaces `sink`
     and `window`."""
+    num_draft_tokens: int = 0
+    """Tokens that a draft may have. Not to be set: `settings.settle` takes it from vLLM's
+    `speculative_config`."""
 
     def __post_init__(self) -> None:
         _require_int("sink", self.sink, 0)
         if self.window is not None:
             _require_int("window", self.window, 1)
         _require_int("max_source_len", self.max_source_len, 0)
+        _require_int("num_draft_tokens", self.num_draft_tokens, 0)
         if self.max_slots is not None:
             _require_int("max_slots", self.max_slots, 1)
         if self.position_limit is not None:
@@ -252,7 +259,7 @@ class EnginePolicy:
         """The callable's policies, for source lengths 0 to `max_source_len`."""
         function = _load_function(self.retention)
         return tuple(
-            _stream_policy_of(function(length), f"retention({length})")
+            self._stream_policy_of(function(length), f"retention({length})")
             for length in range(self.max_source_len + 1)
         )
 
@@ -271,12 +278,21 @@ class EnginePolicy:
         assert self.window is not None, "resolve() first"
         return ring_capacity(self.window, self.window_includes_step)
 
+    @property
+    def spare(self) -> int:
+        """Entries by which rings are longer than what queries see: see `StreamPolicy.spare`.
+
+        A step of one token at `n` and `k` drafts overwrites entries up to `n + k - R`. The next
+        query stands at `n + 1` at least, and so sees none before `n + 2 - R`.
+        """
+        return max(0, self.num_draft_tokens - 1)
+
     @cached_property
     def largest(self) -> StreamPolicy:
         """The largest stream that can be admitted: what slots are sized for."""
         if self.retention is not None:
             return max(self._by_source_len, key=lambda p: p.capacity)
-        return StreamPolicy(self.max_sink, self.max_ring)
+        return StreamPolicy(self.max_sink, self.max_ring, self.spare)
 
     @cached_property
     def default(self) -> StreamPolicy:
@@ -311,7 +327,17 @@ class EnginePolicy:
         return StreamPolicy(
             sink=values.get("kv_sink", max(self.sink, source_len)),
             ring=ring_capacity(values.get("kv_window", self.window), self.window_includes_step),
+            spare=self.spare,
         )
+
+    def _stream_policy_of(self, policy: Any, field: str) -> StreamPolicy:
+        if not isinstance(policy, SinkWindow):
+            raise PolicyError(field, policy, "must return a SinkWindow")
+        _require_int(f"{field}.sink", policy.sink, 0)
+        _require_int(f"{field}.window", policy.window, 1)
+        _require_bool(f"{field}.window_includes_step", policy.window_includes_step)
+        ring = ring_capacity(policy.window, policy.window_includes_step)
+        return StreamPolicy(policy.sink, ring, self.spare)
 
     def _checked(self, args: Mapping[str, Any]) -> dict[str, int]:
         given = {k: v for k, v in args.items() if k.startswith("kv_") and k not in VLLM_KEYS}
@@ -353,12 +379,3 @@ def _load_function(path: str | None) -> Callable[[int], SinkWindow]:
     if not callable(function):
         raise PolicyError("retention", path, "is not callable")
     return function  # type: ignore[no-any-return]
-
-
-def _stream_policy_of(policy: Any, field: str) -> StreamPolicy:
-    if not isinstance(policy, SinkWindow):
-        raise PolicyError(field, policy, "must return a SinkWindow")
-    _require_int(f"{field}.sink", policy.sink, 0)
-    _require_int(f"{field}.window", policy.window, 1)
-    _require_bool(f"{field}.window_includes_step", policy.window_includes_step)
-    return StreamPolicy(policy.sink, ring_capacity(policy.window, policy.window_includes_step))

@@ -8,7 +8,8 @@ end what it leaves behind. Keys of the sink never turn: they may be shared.
 
 A stream's tokens are planned once each, in order (or from the first again, after a preemption). An
 asynchronous scheduler that runs one token past the end of a session's turn and then goes back
-would break that at a period's first token; vLLM has none on CPUs.
+would break that at a period's first token; vLLM has none on CPUs. A rejected draft is planned
+again, so no draft goes beyond the period of the token before it (the scheduler cuts it there).
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def plan_rebase(
         rows: of the batch.
         token_rows: `[N]` row of each token.
         positions: `[N]` stream position of each token.
-        is_ranged: `[B]` rows of several tokens that wrap.
+        is_ranged: `[B]` rows that vLLM's kernel does not serve.
         limit: `L`.
     """
     if not (rows.after > limit).any():
@@ -79,7 +80,7 @@ def plan_rebase(
 
 def _ring_entries(rows: Rows, which: Ints) -> tuple[Ints, Ints]:
     """Row and compact index of every ring entry of the rows in `which`, whose rings are full."""
-    sizes = rows.ring[which]
+    sizes = rows.stored_ring[which]
     owner = np.repeat(which, sizes)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return owner, rows.sink[owner] + within
@@ -98,7 +99,7 @@ def _turn_last(rows: Rows, which: Ints, period: Ints, limit: int) -> Turn | None
     owner, compact = _ring_entries(rows, which)
     last = rows.after[owner] - 1
     # The newest position that has this compact index.
-    position = last - (last - compact) % rows.ring[owner]
+    position = last - (last - compact) % rows.stored_ring[owner]
     capacity = rows.capacity[owner]
     # What was there before the step has been turned to the step's first token.
     fallen = num_fallbacks(np.maximum(position, rows.before[owner]), capacity, limit)

@@ -31,6 +31,7 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
     from vllm.config import CompilationMode
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    speculative = config.speculative_config
     stock = "Serve this model without --kv-plugin."
     for is_used, what, remedy in (
         (model.use_mla, "multi-head latent attention (MLA)", stock),
@@ -40,9 +41,15 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
         (model.is_hybrid, "hybrid models with recurrent layers", stock),
         (model.is_mm_prefix_lm, "models that attend images bidirectionally", stock),
         (
-            config.speculative_config is not None,
-            "speculative decoding (--speculative-config)",
-            "Remove the flag.",
+            speculative is not None and speculative.method != "ngram",
+            f"speculative decoding by {getattr(speculative, 'method', None)} "
+            "(--speculative-config)",
+            'Its "method" can be "ngram".',
+        ),
+        (
+            speculative is not None and config.scheduler_config.async_scheduling,
+            "speculative decoding with asynchronous scheduling yet",
+            "Use --no-async-scheduling.",
         ),
         (
             config.kv_transfer_config is not None,

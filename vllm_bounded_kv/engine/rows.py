@@ -21,9 +21,11 @@ class Rows:
     sink: Ints
     """`[B]`"""
     ring: Ints
-    """`[B]`"""
+    """`[B]` entries of the ring that a query sees."""
     capacity: Ints
     """`[B]` sink + ring."""
+    stored_ring: Ints
+    """`[B]` entries that the ring has in the slot: those, and the spare ones."""
     before: Ints
     """`[B]` entries of each stream before the step."""
     after: Ints
@@ -39,6 +41,7 @@ class Rows:
         query_start: NDArray[np.int32],
         stream_lens: NDArray[np.int32],
         block_size: int,
+        spare: int = 0,
     ) -> Rows:
         """Arguments as for `plan.plan_step`."""
         num_rows = len(stream_lens)
@@ -53,6 +56,7 @@ class Rows:
             sink=sink,
             ring=ring,
             capacity=sink + ring,
+            stored_ring=ring + spare,
             before=after - np.diff(start),
             after=after,
             start=start[:-1],
@@ -61,9 +65,8 @@ class Rows:
 
     def compact(self, rows: Ints, positions: Ints) -> Ints:
         """Compact index of a stream position of each row in `rows`."""
-        sink = self.sink[rows]
-        wrapped = sink + (positions - sink) % self.ring[rows]
-        return np.where(positions < self.capacity[rows], positions, wrapped)
+        sink, ring = self.sink[rows], self.stored_ring[rows]
+        return np.where(positions < sink + ring, positions, sink + (positions - sink) % ring)
 
     def slots(self, rows: Ints, compact: Ints) -> Ints:
         """Cache slot of a compact index of each row in `rows`."""

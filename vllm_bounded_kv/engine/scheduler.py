@@ -24,6 +24,7 @@ from vllm_bounded_kv.engine.settings import policy_of
 from vllm_bounded_kv.engine.sources import PinnedSources, SourceError, handle
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
 from vllm_bounded_kv.engine.stats import EngineFigures, StreamFigures
+from vllm_bounded_kv.positions import next_fallback
 
 logger = init_logger("vllm.bounded_kv.scheduler")
 
@@ -219,6 +220,29 @@ class BoundedSchedulerMixin:
                 reset_running_requests, reset_connector
             )
         return reset
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """vLLM's; a draft is cut where rotary positions fall back.
+
+        Beyond, it would turn the ring's keys, and a rejected one does not turn them back.
+        """
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        limit = self.bounded_policy.position_limit
+        if limit is None:
+            return
+        for request_id in draft_token_ids.req_ids:
+            request = self.requests.get(request_id)  # type: ignore[attr-defined]
+            if request is not None and request.spec_token_ids:
+                capacity = self.streams[request_id].capacity
+                room = next_fallback(request.num_tokens, capacity, limit) - request.num_tokens
+                request.spec_token_ids = request.spec_token_ids[:room]
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        """vLLM's; a session's turn may end within an accepted draft, and goes on from there."""
+        if self.bounded_policy.num_draft_tokens:
+            request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        finished: bool = super()._handle_stopped_request(request)  # type: ignore[misc]
+        return finished
 
     def _free_blocks(self, request: Request) -> None:
         self.sources.settle()

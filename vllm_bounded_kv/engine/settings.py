@@ -71,6 +71,14 @@ def settle(additional_config: Mapping[str, Any], vllm_config: VllmConfig) -> dic
         for name in _replaced_by(source):
             written.pop(name, None)
         written.update(source)
+    speculative = vllm_config.speculative_config
+    num_draft_tokens = 0 if speculative is None else speculative.num_speculative_tokens
+    if written.setdefault("num_draft_tokens", num_draft_tokens) != num_draft_tokens:
+        raise PolicyError(
+            "num_draft_tokens",
+            written["num_draft_tokens"],
+            "is not to be set: --speculative-config says it",
+        )
     policy = EnginePolicy.from_mapping(written).resolve(
         model_config.max_model_len,
         rope.max_positions(model_config),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedAttentionSpec(AttentionSpec):
-    """Full attention whose cache is a fixed slot of `max_sink + max_ring` entries.
+    """Full attention whose cache is a fixed slot of `max_sink + max_ring + spare` entries.
 
     Derived from `AttentionSpec`, not `FullAttentionSpec`: the latter's `merge` drops new fields,
     and connectors take it for slot-stable.
@@ -31,11 +31,13 @@ class BoundedAttentionSpec(AttentionSpec):
 
     max_sink: int
     max_ring: int
+    spare: int
 
     @property
     def slot_blocks(self) -> int:
         """Blocks of the largest slot."""
-        return StreamPolicy(self.max_sink, self.max_ring).num_blocks(self.block_size)
+        largest = StreamPolicy(self.max_sink, self.max_ring, self.spare)
+        return largest.num_blocks(self.block_size)
 
     @property
     def uses_slot_mapping(self) -> bool:
@@ -61,6 +63,7 @@ def bounded_spec(spec: AttentionSpec, policy: EnginePolicy) -> AttentionSpec:
         drop=("sliding_window", "attention_chunk_size", "non_causal"),
         max_sink=policy.largest.sink,
         max_ring=policy.largest.ring,
+        spare=policy.largest.spare,
     )
 
 

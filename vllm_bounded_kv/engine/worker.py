@@ -31,6 +31,8 @@ class BoundedCPUWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model; its attention layers pick up the bounded backend."""
         compat.rewind_cpu_generators(self.model_runner)
+        if self.vllm_config.lora_config is not None:
+            compat.leave_rows_without_adapter_alone()
         with compat.cpu_attention_backend(BoundedCPUAttentionBackend):
             return super().load_model(*args, **kwargs)
 
