@@ -34,7 +34,9 @@ from vllm_bounded_kv.step_plan import StepPlan
 MIN_TILE = 16
 """Least side of a product on tensor cores."""
 MAX_QUERIES = 64
-"""To a tile."""
+"""To a tile, of half precision."""
+MAX_WIDE_QUERIES = 16
+"""To a tile, of float32 or float64: exact products take no tensor cores, and unroll."""
 MAX_KEYS = 64
 """To a tile."""
 KEY_TILE_BYTES = 16 << 10
@@ -82,7 +84,8 @@ class Tiles:
         num_kv_heads = slots.shape[2]
         queries = num_heads // num_kv_heads * num_tokens
         width = max(MIN_TILE, triton.next_power_of_2(head_dim))
-        num_queries = min(MAX_QUERIES, max(MIN_TILE, triton.next_power_of_2(queries)))
+        most = MAX_QUERIES if itemsize == 2 else MAX_WIDE_QUERIES
+        num_queries = min(most, max(MIN_TILE, triton.next_power_of_2(queries)))
         num_keys = max(MIN_TILE, min(MAX_KEYS, KEY_TILE_BYTES // (width * itemsize)))
         query_tiles = triton.cdiv(queries, num_queries)
         programs = batch * num_kv_heads * query_tiles
@@ -176,7 +179,8 @@ def attend_launches(
             "OPERAND": operand,
             "ONE_DTYPE": len(storages) == 1,
             "SPLIT": is_split,
-            "num_stages": 2,
+            # Wide operands are short of registers, not of loads in flight.
+            "num_stages": 2 if operand.primitive_bitwidth == 16 else 1,
         },
     )
     if not is_split:

@@ -1,4 +1,4 @@
-"""The attention kernel and its merge: all that a step's values decide is read from the plan's table.
+"""The attention kernel and its merge: what a step decides is read from the plan's table.
 
 One program folds the keys of one KV head of one row into a tile of its queries: those of all query
 heads of the group, ordered by token, then head. Keys are tiled in retained order, the five reads
@@ -120,32 +120,30 @@ def attend_kernel(
         entry = order + tl.where(
             order < ends[1],
             tl.where(order < ends[0], shifts[0], shifts[1]),
-            tl.where(
-                order < ends[2], shifts[2], tl.where(order < ends[3], shifts[3], shifts[4])
-            ),
+            tl.where(order < ends[2], shifts[2], tl.where(order < ends[3], shifts[3], shifts[4])),
         )
         if ONE_DTYPE:
-            at = slot_base + entry.to(tl.int64) * slot_strides[3]
+            places = slot_base + entry.to(tl.int64) * slot_strides[3]
             if sources is not None:
                 from_shared = source_base + entry.to(tl.int64) * source_strides[3]
-                at = tl.where(in_source & (source >= 0), from_shared, at)
+                places = tl.where(in_source & (source >= 0), from_shared, places)
             if row_sources is not None:
                 from_own = row_source_base + entry.to(tl.int64) * row_source_strides[3]
-                at = tl.where(in_source & (source < 0), from_own, at)
-            keys, values = _pair(at, is_key, dims, is_dim, HEAD_DIM, OPERAND)
+                places = tl.where(in_source & (source < 0), from_own, places)
+            keys, values = _pair(places, is_key, dims, is_dim, HEAD_DIM, OPERAND)
         else:
-            at = slot_base + entry.to(tl.int64) * slot_strides[3]
-            keys, values = _pair(at, is_key & (in_source == 0), dims, is_dim, HEAD_DIM, OPERAND)
+            places = slot_base + entry.to(tl.int64) * slot_strides[3]
+            keys, values = _pair(places, is_key & (in_source == 0), dims, is_dim, HEAD_DIM, OPERAND)
             if sources is not None:
-                at = source_base + entry.to(tl.int64) * source_strides[3]
+                places = source_base + entry.to(tl.int64) * source_strides[3]
                 here = is_key & in_source & (source >= 0)
-                more_keys, more_values = _pair(at, here, dims, is_dim, HEAD_DIM, OPERAND)
+                more_keys, more_values = _pair(places, here, dims, is_dim, HEAD_DIM, OPERAND)
                 keys += more_keys
                 values += more_values
             if row_sources is not None:
-                at = row_source_base + entry.to(tl.int64) * row_source_strides[3]
+                places = row_source_base + entry.to(tl.int64) * row_source_strides[3]
                 here = is_key & in_source & (source < 0)
-                more_keys, more_values = _pair(at, here, dims, is_dim, HEAD_DIM, OPERAND)
+                more_keys, more_values = _pair(places, here, dims, is_dim, HEAD_DIM, OPERAND)
                 keys += more_keys
                 values += more_values
         distance = num_retained + token[:, None] - order[None, :]
@@ -172,10 +170,10 @@ def attend_kernel(
         order = begin + tl.arange(0, NUM_KEYS)
         is_key = order < own_end
         mask = is_key[:, None] & is_dim[None, :]
-        at = order[:, None] * k_strides[2] + dims[None, :] * k_strides[3]
-        keys = tl.load(k_base + at, mask=mask, other=0.0).to(OPERAND)
-        at = order[:, None] * v_strides[2] + dims[None, :] * v_strides[3]
-        values = tl.load(v_base + at, mask=mask, other=0.0).to(OPERAND)
+        places = order[:, None] * k_strides[2] + dims[None, :] * k_strides[3]
+        keys = tl.load(k_base + places, mask=mask, other=0.0).to(OPERAND)
+        places = order[:, None] * v_strides[2] + dims[None, :] * v_strides[3]
+        values = tl.load(v_base + places, mask=mask, other=0.0).to(OPERAND)
         distance = token[:, None] - order[None, :]
         top, total, result = _fold(
             queries,
@@ -195,9 +193,7 @@ def attend_kernel(
         )
 
     if SPLIT:
-        at = partial + _program(tl.program_id(2), tl.num_programs(2)) * (
-            NUM_QUERIES * (WIDTH + 2)
-        )
+        at = partial + _program(tl.program_id(2), tl.num_programs(2)) * (NUM_QUERIES * (WIDTH + 2))
         tl.store(at + tl.arange(0, NUM_QUERIES), top)
         tl.store(at + NUM_QUERIES + tl.arange(0, NUM_QUERIES), total)
         at += 2 * NUM_QUERIES
