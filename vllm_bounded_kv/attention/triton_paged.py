@@ -62,8 +62,10 @@ def attend(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
-    if tiling is None:  # registers hold a tile's queries and sums: wide heads take fewer
-        tiling = Tiling() if head_dim <= 128 else Tiling(32, 32)
+    if tiling is None:
+        # Registers hold a tile's queries and sums, and float32 products are written out one by one.
+        is_wide = head_dim > 128 or query.dtype == torch.float32
+        tiling = Tiling(32, 32) if is_wide else Tiling()
     block_m = max(tiling.queries, triton.next_power_of_2(group))
     grid = (num_tokens // (block_m // group) + len(table), num_kv_heads)
     _attend[grid](
