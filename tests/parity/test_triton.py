@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_attention import SETUPS, OneStep
-from test_manager import retentions
+from test_managed_streams import retentions
 
 from support.interpreted_triton import DEVICE
 from support.managed_pool import Case, ManagedPool
