@@ -21,18 +21,21 @@ TOLERANCE = 1e-12
 
 
 @st.composite
-def retentions(draw: st.DrawFn, query_window: int | None) -> Any:
+def retentions(draw: st.DrawFn, query_window: int | None, largest: int = 6) -> Any:
     least = 0 if query_window is None else query_window
-    window = draw(st.integers(least, least + 6))
+    window = draw(st.integers(least, least + largest))
     if query_window is not None:
         return SinkWindow(0, window)
-    sink, includes = draw(st.integers(0, 6)), draw(st.booleans())
+    sink, includes = draw(st.integers(0, largest)), draw(st.booleans())
     if draw(st.booleans()):
         return SinkWindow(sink, window, includes)
     by = draw(st.integers(1, 5))
 
     def by_length(source_len: int) -> SinkWindow:
-        return SinkWindow((sink + by * source_len) % 7, (window + source_len) % 7, includes)
+        modulus = largest + 1
+        return SinkWindow(
+            (sink + by * source_len) % modulus, (window + source_len) % modulus, includes
+        )
 
     return by_length
 

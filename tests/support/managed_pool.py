@@ -16,6 +16,7 @@ from torch import Tensor
 
 from support.oracle_attention import OracleStream, expected_slot
 from support.slot_pool import oracle_of
+from vllm_bounded_kv.attention import Attend
 from vllm_bounded_kv.config import BoundedKVConfig, BoundedKVStep, SinkWindow, StreamPosition
 from vllm_bounded_kv.manager import BoundedKVManager
 from vllm_bounded_kv.step_plan import StepPlan
@@ -42,6 +43,7 @@ class Case:
     max_tokens: int = 5
     dtype: torch.dtype = torch.float64
     num_layers: int = 2
+    max_slots: int = 3
 
 
 @dataclass
@@ -58,6 +60,8 @@ class ManagedPool:
 
     case: Case
     device: str = "cpu"
+    kernel: Attend | None = None
+    """What the manager is to attend with, if not what it would choose; may change between steps."""
     worst: float = 0.0
     """Largest output error so far."""
     requests: dict[str, Request] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class ManagedPool:
             rows_per_request=case.rows,
             max_source_len=case.source_lens[1],
             retention=case.retention,
-            max_slots=3,
+            max_slots=case.max_slots,
             min_source_len=case.source_lens[0],
             dtype=case.dtype,
             reverse_step_order=case.reverse,
@@ -191,6 +195,8 @@ class ManagedPool:
                 self.config.sink_capacity,
             )
             stream.join(kv[own], span)
+        if self.kernel is not None:
+            self.manager._attend = self.kernel
         k, v = kv.to(self.device).chunk(2, dim=-1)
         out = self.manager.attend(
             self.layer,

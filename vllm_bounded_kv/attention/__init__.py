@@ -71,4 +71,8 @@ def attend_on(device: torch.device) -> Attend:
         from vllm_bounded_kv.attention import cpu
 
         return cpu.attend
-    raise ValueError(f"device must be a CPU in this release, got {device}")
+    if device.type == "cuda":
+        from vllm_bounded_kv.attention import triton
+
+        return triton.attend
+    raise ValueError(f"device must be a CPU or a CUDA GPU, got {device}")
