@@ -28,6 +28,8 @@ def prepare() -> str | None:
     # Read when a kernel is defined; no process started from here is to see it.
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        import triton.experimental.gluon  # noqa: F401  the first launch would, too late
+
         import vllm_bounded_kv.attention.triton  # noqa: F401
     finally:
         del os.environ["TRITON_INTERPRET"]
