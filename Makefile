@@ -3,7 +3,7 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench eval soak clean
+.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench bench-kernels eval soak clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ check: setup  ## Lint, format, types, import contracts
 
 bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
 	@.venv/bin/python -m benchmarks $(ARGS)
+
+bench-kernels: setup  ## The slot pool's kernels on a GPU; ends in one JSON line
+	@.venv/bin/python -m benchmarks.kernels $(ARGS)
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
 	@.venv/bin/python -m benchmarks.quality $(ARGS)
