@@ -1,7 +1,7 @@
-"""`python -m benchmarks.kernels`: the slot pool's attention and planning, on this machine's CPU.
+"""`python -m benchmarks.kernels`: the slot pool's attention and planning, on this machine.
 
-Attention against one SDPA call on the same number of keys that lie dense already; then the host's
-time to plan a step. Ends in one JSON line.
+Attention against one SDPA call on the same number of keys that lie dense already: on the CPU, and
+on a GPU where there is one; then the host's time to plan a step. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from benchmarks.kernels_cpu import cpu_rows, plan_rows, profile
+from benchmarks.kernels_gpu import gpu_rows
 from benchmarks.machine import describe_machine
 
 
@@ -26,16 +29,27 @@ def main(argv: list[str] | None = None) -> int:
     if parser.parse_args(argv).profile:
         print(profile())
         return 0
+    parts = {"attention": cpu_rows, "planning": plan_rows}
+    if torch.cuda.is_available():
+        parts["attention_gpu"] = gpu_rows
     result: dict[str, Any] = {"setup": describe_machine()}
-    for name, rows in (("attention", cpu_rows()), ("planning", plan_rows())):
-        result[name] = [_shown(row) for row in tqdm(rows, desc=name, file=sys.stderr)]
+    for name, rows in parts.items():
+        result[name] = table(tqdm(rows(), desc=name, file=sys.stderr))
     print(json.dumps(result))
     return 0
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    tqdm.write("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stdout)
-    return row
+def table(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Print rows as they come, under their names; returns them all."""
+    seen: list[dict[str, Any]] = []
+    names: list[str] = []
+    for row in rows:
+        if list(row) != names:
+            names = list(row)
+            tqdm.write("  ".join(f"{name:>10}" for name in names), file=sys.stdout)
+        tqdm.write("  ".join(f"{value:>10}" for value in row.values()), file=sys.stdout)
+        seen.append(row)
+    return seen
 
 
 if __name__ == "__main__":

@@ -17,8 +17,13 @@ import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
+# A value that changes from step to step must not make another kernel of it: it would be compiled
+# while requests wait.
+ATTEND_SIZES = ["rows", "num_kv_heads", "group", "num_tokens", "query_window", "bias_strides"]
+MERGE_SIZES = ["num_splits", "num_kv_heads", "group", "num_tokens"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=ATTEND_SIZES)
 def attend_kernel(
     q,
     k,
@@ -203,7 +208,7 @@ def attend_kernel(
         _finish(out, at, result, total, is_query, dims, is_dim, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=MERGE_SIZES)
 def merge_kernel(
     partial,
     out,
