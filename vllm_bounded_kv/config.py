@@ -16,6 +16,11 @@ import torch
 if TYPE_CHECKING:
     from vllm_bounded_kv.manager import BoundedKVManager
 
+MAX_INDEX = 2**31 - 1
+"""A plan's rows are int32."""
+MAX_LENGTH = 2**62
+"""Of a stream: sums of two stay within an int64."""
+
 
 @dataclass(frozen=True)
 class SinkWindow:
@@ -229,7 +234,7 @@ class StreamPosition:
     """Where a request stands when a step starts.
 
     Raises:
-        ValueError: a length is negative, or `source` is below -1.
+        ValueError: a length is negative, `source` is below -1, or one is beyond what a plan holds.
     """
 
     source_len: int
@@ -240,9 +245,17 @@ class StreamPosition:
     """Which of the sources given to `attend` is its own; -1: its entry of the per-row sources."""
 
     def __post_init__(self) -> None:
-        _check_int("source_len", self.source_len, minimum=0)
-        _check_int("written", self.written, minimum=0)
-        _check_int("source", self.source, minimum=-1)
+        for name, minimum, maximum in (
+            ("source_len", 0, MAX_LENGTH),
+            ("written", 0, MAX_LENGTH),
+            ("source", -1, MAX_INDEX),
+        ):
+            value = getattr(self, name)
+            _check_int(name, value, minimum)
+            if value > maximum:
+                _refuse(name, value, f"at most {maximum}")
+            if type(value) is not int:  # a NumPy int of few bits would overflow in a sum
+                object.__setattr__(self, name, int(value))
 
     @property
     def num_entries(self) -> int:
@@ -285,7 +298,7 @@ def _checked_segments(segments: Sequence[tuple[str, int]]) -> list[tuple[str, in
         if request_id in checked:
             # Both would start from the one declared position and write the same entries.
             _refuse(f"segments[{index}].request_id", request_id, "in the step only once")
-        checked[request_id] = span
+        checked[request_id] = int(span)
     return list(checked.items())
 
 

@@ -157,10 +157,11 @@ class BoundedKVManager:
                 is not allowed, or `into` is too short.
         """
         rows = np.empty((len(step.segments), ROW_INTS), dtype=np.int32)
-        plan_rows(self._policies, self._segments(step), rows)
+        segments = self._segments(step)
+        plan_rows(self._policies, segments, rows)
         if into is None:
             into = StepPlan(len(rows), self.slots.device)
-        into.fill(rows)
+        into.fill(rows, segments[-1])
         self._last_plan = into
         return into
 
@@ -218,17 +219,31 @@ class BoundedKVManager:
     def commit(self, step: BoundedKVStep) -> None:
         """Count a step's tokens as written. Committing it twice changes nothing.
 
-        A request that was released since is passed over.
+        Steps are committed in their order, however far ahead they were planned. A request that was
+        released or reset since is passed over.
 
         Raises:
-            ValueError: a segment's request has no position.
+            ValueError: a segment's request has no position, or one that does not go on from what
+                was committed. Nothing has been counted then.
         """
         with self._lock:
+            counts = []
             for request_id, span in step.segments:
                 position = _position_of(step, request_id)
                 holder = self._holders.get(request_id)
-                if holder is not None:
-                    holder.written = position.written + span
+                if holder is None or holder.source_len is None:
+                    continue
+                end = position.written + span
+                goes_on = position.written == holder.written or end <= holder.written
+                if position.source_len != holder.source_len or not goes_on:
+                    raise ValueError(
+                        f"request {request_id!r}: the step must go on from source_len "
+                        f"{holder.source_len} and written {holder.written}, got "
+                        f"{position.source_len} and {position.written}"
+                    )
+                counts.append((holder, end))
+            for holder, end in counts:
+                holder.written = max(holder.written, end)
 
     def reset(self, request_id: str) -> None:
         """Begin a request's stream anew, over any source, in the slot that it holds.

@@ -25,12 +25,15 @@ class StepPlan:
     """`[B, ROW_INTS]`. Change it through `fill` only."""
     table: torch.Tensor
     """`[B, ROW_INTS]` int32, the same on the device."""
+    spans: NDArray[np.int64]
+    """`[B]` tokens of the step that join each stream, as far as they are known; else 0."""
 
     def __init__(self, num_rows: int, device: torch.device | str = "cpu") -> None:
         self.table = torch.zeros(num_rows, ROW_INTS, dtype=torch.int32, device=device)
         on_host = self.table.device.type == "cpu"
         # On the CPU both are one memory.
         self.host = self.table.numpy() if on_host else np.zeros((num_rows, ROW_INTS), np.int32)
+        self.spans = np.zeros(num_rows, np.int64)
         self._derived: dict[Hashable, object] = {}
 
     @classmethod
@@ -43,8 +46,9 @@ class StepPlan:
     def __len__(self) -> int:
         return len(self.host)
 
-    def fill(self, rows: NDArray[np.int32]) -> None:
-        """Take over `rows` `[b <= B, ROW_INTS]`; what is left becomes padding. In place.
+    def fill(self, rows: NDArray[np.int32], spans: NDArray[np.int64] | None = None) -> None:
+        """Take over `rows` `[b <= B, ROW_INTS]` and `spans` `[b]`; what is left becomes padding.
+        In place.
 
         Raises:
             ValueError: more rows than the plan has.
@@ -55,6 +59,9 @@ class StepPlan:
             )
         self.host[: len(rows)] = rows
         self.host[len(rows) :] = 0
+        self.spans[:] = 0
+        if spans is not None:
+            self.spans[: len(rows)] = spans
         self._derived.clear()
         if self.table.device.type != "cpu":
             # A pinned copy of its own: the next fill may come before this transfer has ended.
@@ -66,9 +73,20 @@ class StepPlan:
 
         Raises:
             IndexError: an index is not that of a row.
+            ValueError: what is given is not one index for each segment, each once: twice the same,
+                both would write the same entries.
         """
-        plan = StepPlan(len(rows), self.table.device)
-        plan.fill(self.host[np.asarray(rows, dtype=np.intp)])
+        indices = np.asarray(rows)
+        if not indices.size:
+            indices = indices.astype(np.intp)
+        if indices.ndim != 1 or indices.dtype.kind not in "iu":
+            raise ValueError(f"rows must be ints, got {rows!r}")
+        if ((indices < 0) | (indices >= len(self))).any():
+            raise IndexError(f"rows must be in [0, {len(self)}), got {indices.tolist()}")
+        if len(np.unique(indices)) != len(indices):
+            raise ValueError(f"rows must name each segment once, got {indices.tolist()}")
+        plan = StepPlan(len(indices), self.table.device)
+        plan.fill(self.host[indices], self.spans[indices])
         return plan
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:

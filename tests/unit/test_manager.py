@@ -127,6 +127,77 @@ def test_a_step_is_planned_before_the_last_one_is_committed(manager: BoundedKVMa
     assert np.array_equal(manager.plan(then).host, ahead)
 
 
+def test_a_late_commit_of_an_older_step_changes_nothing(manager: BoundedKVManager) -> None:
+    first, second = step(("a", 3), a=(2, 0)), step(("a", 2), a=(2, 3))
+    manager.admit(first)
+    for now in (first, second, first):
+        manager.commit(now)
+    assert not manager.admit(step(("a", 1), a=(2, 5)))
+
+
+@pytest.mark.parametrize("wrong", [(2, 4), (2, 2), (3, 3)])
+def test_a_commit_that_does_not_go_on_counts_nothing(
+    manager: BoundedKVManager, wrong: tuple[int, int]
+) -> None:
+    """As of a step that was refused: a gap, an overlap, another source."""
+    now = step(("a", 3), ("b", 1), a=(2, 0), b=(2, 0))
+    manager.admit(now)
+    manager.commit(now)
+    with pytest.raises(ValueError, match=r"'a': .* source_len 2 and written 3, got"):
+        manager.commit(step(("b", 1), ("a", 2), a=wrong, b=(2, 1)))
+    assert not manager.admit(step(("a", 1), ("b", 1), a=(2, 3), b=(2, 1)))
+
+
+def test_a_commit_from_before_a_reset_is_passed_over(manager: BoundedKVManager) -> None:
+    now = step(("a", 3), a=(2, 0))
+    manager.admit(now)
+    manager.reset("a")
+    manager.commit(now)
+    assert not manager.admit(step(("a", 1), a=(4, 0)))
+
+
+def test_ints_of_few_bits_do_not_overflow(manager: BoundedKVManager) -> None:
+    where = StreamPosition(np.int8(2), np.int8(0))  # type: ignore[arg-type]
+    now = BoundedKVStep([("a", np.int8(127))], {"a": where})  # type: ignore[list-item]
+    manager.admit(now)
+    manager.plan(now)
+    manager.commit(now)
+    assert not manager.admit(step(("a", 1), a=(2, 127)))
+    for position, field in (((1, 2**63), "written"), ((1, 0, 2**31), "source")):
+        with pytest.raises(ValueError, match=f"{field} must be at most"):
+            StreamPosition(*position)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_span_longer_than_the_step_is_refused(window: int, reverse: bool) -> None:
+    """Where nothing of the step is stored, too."""
+    retention = SinkWindow(1, window)
+    manager = BoundedKVManager(replace(CONFIG, retention=retention, reverse_step_order=reverse))
+    now = step(("a", 3), a=(2, 0))
+    manager.admit(now)
+    plan = manager.plan(now)
+    q = torch.zeros(2, 2, 2, 4)
+    with pytest.raises(ValueError, match="at most T = 2 tokens a row, got 3"):
+        manager.attend(0, q, q, q, plan=plan)
+    nothing = torch.zeros(2, 2, 0, 4)
+    with pytest.raises(ValueError, match="T of at least 1 token"):
+        manager.attend(0, nothing, nothing, nothing, plan=plan)
+
+
+def test_out_has_memory_of_its_own(manager: BoundedKVManager) -> None:
+    now = step(("a", 1), a=(2, 0))
+    manager.admit(now)
+    plan = manager.plan(now)
+    both = torch.zeros(2, 2, 2, 1, 4)
+    q = both[0]
+    sources = torch.zeros(1, 2, 2, 6, 8)
+    with pytest.raises(ValueError, match="own: it overlaps q"):
+        manager.attend(0, q, q.clone(), q.clone(), sources, plan=plan, out=q.view(2, 1, 2, 4))
+    out = both[1].view(2, 1, 2, 4)
+    assert manager.attend(0, q, q, q, sources, plan=plan, out=out) is out
+
+
 def test_what_is_released_meanwhile_is_passed_over_by_commit(manager: BoundedKVManager) -> None:
     now = step(("a", 3), ("b", 1), a=(2, 0), b=(2, 0))
     manager.admit(now)
@@ -204,9 +275,17 @@ def test_select_serves_part_of_a_batch(manager: BoundedKVManager) -> None:
     manager.admit(both)
     plan = manager.plan(both)
     for rows in ([1], [0], [1, 0], []):
-        assert np.array_equal(plan.select(rows).host, plan.host[rows])
-    with pytest.raises(IndexError):
-        plan.select([2])
+        chosen = plan.select(rows)
+        assert np.array_equal(chosen.host, plan.host[rows])
+        assert chosen.spans.tolist() == [[3, 1][row] for row in rows]
+    for rows in ([2], [-1]):
+        with pytest.raises(IndexError, match=r"rows must be in \[0, 2\), got"):
+            plan.select(rows)
+    with pytest.raises(ValueError, match=r"name each segment once, got \[1, 1\]"):
+        plan.select([1, 1])
+    for mask in ([True, False], [[0]], [0.0]):
+        with pytest.raises(ValueError, match="rows must be ints"):
+            plan.select(mask)  # type: ignore[arg-type]
 
 
 def test_the_pool_is_one_tensor_of_the_size_that_was_announced() -> None:

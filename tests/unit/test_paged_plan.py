@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.paged_batch import Batch, a_batch
 from vllm_bounded_kv.attention.paged import BEFORE, FIRST, LENGTH, LIMIT, NO_LIMIT, RING, SINK
 from vllm_bounded_kv.attention.paged_plan import PagedPlan, plan_paged
-from vllm_bounded_kv.engine.plan import StepPlan, plan_step
+from vllm_bounded_kv.engine.plan import EnginePlan, plan_step
 
 CASES = 1_000
 
 
-def both(batch: Batch) -> tuple[PagedPlan, StepPlan]:
+def both(batch: Batch) -> tuple[PagedPlan, EnginePlan]:
     ints = batch.ints()
     device = plan_paged(
         **ints,

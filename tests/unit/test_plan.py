@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_bounded_kv.engine.header import HEADER_LEN, RING, SINK
-from vllm_bounded_kv.engine.plan import NO_SLOT, StepPlan, plan_step
+from vllm_bounded_kv.engine.plan import NO_SLOT, EnginePlan, plan_step
 from vllm_bounded_kv.layout import (
     attends,
     compact_index,
@@ -109,7 +109,7 @@ class Batch:
                     cache[self.slot(index, position)] = entry
         return cache
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> EnginePlan:
         table = np.zeros((len(self.rows), HEADER_LEN + self.width), dtype=np.int32)
         for index, row in enumerate(self.rows):
             table[index, SINK], table[index, RING] = row.sink, row.ring
@@ -146,7 +146,7 @@ def batches(draw: st.DrawFn) -> Batch:
     return Batch(rows, block_size, padded, rng.randrange(2**32), spare)
 
 
-def play_writes_before_attention(batch: Batch, plan: StepPlan, cache: Cache) -> None:
+def play_writes_before_attention(batch: Batch, plan: EnginePlan, cache: Cache) -> None:
     size = batch.block_size
     for block in plan.new_partial_blocks:
         for offset in range(size):
@@ -162,7 +162,7 @@ def play_writes_before_attention(batch: Batch, plan: StepPlan, cache: Cache) -> 
         cache[slot] = tokens[token]
 
 
-def play_writes_after_attention(batch: Batch, plan: StepPlan, cache: Cache) -> None:
+def play_writes_after_attention(batch: Batch, plan: EnginePlan, cache: Cache) -> None:
     tokens = token_entries(batch)
     late_slots = plan.late_slots.tolist()
     assert len(set(late_slots)) == len(late_slots), "two late writes to one slot"
@@ -185,7 +185,7 @@ def expected_keys(batch: Batch, index: int, query: int) -> list[Entry]:
     return sorted(batch.entry(index, key) for key in keys)
 
 
-def check_stock_row(batch: Batch, plan: StepPlan, cache: Cache, index: int) -> None:
+def check_stock_row(batch: Batch, plan: EnginePlan, cache: Cache, index: int) -> None:
     """vLLM's kernel: query `j` sees a prefix of the compact row that ends at its own entry."""
     row, size = batch.rows[index], batch.block_size
     length = int(plan.seq_lens[index])
@@ -197,7 +197,7 @@ def check_stock_row(batch: Batch, plan: StepPlan, cache: Cache, index: int) -> N
         assert sorted(seen) == expected_keys(batch, index, query)
 
 
-def check_ranged_row(batch: Batch, plan: StepPlan, cache: Cache, index: int, number: int) -> None:
+def check_ranged_row(batch: Batch, plan: EnginePlan, cache: Cache, index: int, number: int) -> None:
     row, ranged = batch.rows[index], plan.ranged[number]
     first = sum(r.num_tokens for r in batch.rows[:index])
     assert ranged.tokens == slice(first, first + row.num_tokens)

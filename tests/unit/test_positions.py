@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from vllm_bounded_kv.engine import ranged, rebase
-from vllm_bounded_kv.engine.plan import StepPlan, plan_step
+from vllm_bounded_kv.engine.plan import EnginePlan, plan_step
 from vllm_bounded_kv.engine.policy import EnginePolicy
 from vllm_bounded_kv.engine.rotary import Rotary
 from vllm_bounded_kv.positions import next_fallback, num_fallbacks, rotary_position
@@ -128,7 +128,7 @@ class World:
         for s, end, minus in zip(self.streams, after, rejected, strict=True):
             s.length = end - minus
 
-    def _play(self, plan: StepPlan, positions: list[int], turned: list[int], start: Any) -> None:
+    def _play(self, plan: EnginePlan, positions: list[int], turned: list[int], start: Any) -> None:
         moves = plan.rebase
         if moves is not None and moves.first is not None:
             self._turn(moves.first)

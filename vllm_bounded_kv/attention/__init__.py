@@ -14,9 +14,11 @@ class Attend(Protocol):
     """One layer of one step; changes `slots` in place, nothing else but `out`.
 
     Every read happens before any write. Row `b * rows + r` of the batch is row `r` of segment `b`.
-    Scores and sums are computed in float32 at least, keys and values are stored without
-    arithmetic, so bit-exact when slots have their dtype. Only entries that the plan names are
-    touched: garbage elsewhere, NaN included, has no effect. A row of zeros attends its own tokens.
+    Scores and sums are computed in float32 at least; on GPUs, where all operands are of one half
+    precision, the softmax weights are rounded to it before they meet the values. Keys and values
+    are stored without arithmetic, so bit-exact when slots have their dtype. Only entries that the
+    plan names are touched: garbage elsewhere, NaN included, has no effect. A row of zeros attends
+    its own tokens.
     """
 
     def __call__(
@@ -49,7 +51,8 @@ class Attend(Protocol):
             reverse_step_order: whether a write's tokens count down from its offset.
             rel_bias: `[B * rows, H, T, m_max + 2T - 1]`, added to the scores before they are
                 scaled; entry `distance + T - 1`, with distances in retained order.
-            out: `[B * rows, T, H, D]` to write to; a new one if `None`.
+            out: `[B * rows, T, H, D]` to write to, of memory that no input has; a new one if
+                `None`.
 
         Returns:
             `[B * rows, T, H, D]`, in `q`'s dtype.

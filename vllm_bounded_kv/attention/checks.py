@@ -17,6 +17,8 @@ class Needs:
 
     num_tokens: tuple[int, int]
     """Of the step: for writes that count up, and for writes that count down."""
+    span: int
+    """Most tokens of the step that join a stream, whether they are stored or not."""
     num_retained: int
     """Most entries that a row retains: the `m_max` of `rel_bias`."""
     num_sources: int
@@ -34,7 +36,7 @@ def needs_of(plan: StepPlan) -> Needs:
 
 def _needs(plan: StepPlan) -> Needs:
     if not len(plan):
-        return Needs((0, 0), 0, 0, 0, 0, 0, 0)
+        return Needs((0, 0), 0, 0, 0, 0, 0, 0, 0)
     rows = plan.host
     reads, writes = reads_of(rows), writes_of(rows)
     read_end = reads.sum(axis=2) * (reads[..., 1] > 0)
@@ -48,6 +50,7 @@ def _needs(plan: StepPlan) -> Needs:
     )
     return Needs(
         num_tokens=(int(up.max()), int(down.max())),
+        span=int(plan.spans.max()),
         num_retained=int(reads[..., 1].sum(axis=1).max()),
         num_sources=int((rows[:, 1] + 1)[from_source > 0].max(initial=0)),
         source_len=int((from_source * is_shared).max()),
@@ -94,7 +97,9 @@ def check(
             f"slots must hold {needs.num_slots} slots of {needs.slot_tokens} entries for this "
             f"plan, got {num_slots} of {slot_tokens}"
         )
-    added = needs.num_tokens[reverse_step_order]
+    if not num_tokens:
+        raise ValueError(f"q must have T of at least 1 token, got {tuple(q.shape)}")
+    added = max(needs.span, needs.num_tokens[reverse_step_order])
     if added > num_tokens:
         raise ValueError(f"the plan must add at most T = {num_tokens} tokens a row, got {added}")
     inner = (rows, num_kv_heads)
@@ -116,6 +121,25 @@ def check(
                 f"out must be {wanted}, contiguous, of q's dtype {q.dtype}, "
                 f"got {tuple(out.shape)}, {out.dtype}"
             )
+        for name, tensor in (("q", q), ("k", k), ("v", v), ("slots", slots)):
+            if _overlap(out, tensor):
+                raise ValueError(f"out must have memory of its own: it overlaps {name}")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes that two tensors span have any in common."""
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (a_first, a_end), (b_first, b_end) = _bytes_of(a), _bytes_of(b)
+    return a_first < b_end and b_first < a_end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    if not tensor.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.itemsize
 
 
 def _check_source(

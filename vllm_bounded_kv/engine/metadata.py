@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 
 from vllm_bounded_kv.engine import ranged
 from vllm_bounded_kv.engine.header import HEADER_LEN
-from vllm_bounded_kv.engine.plan import StepPlan, plan_step
+from vllm_bounded_kv.engine.plan import EnginePlan, plan_step
 from vllm_bounded_kv.engine.rebase import Turn
 from vllm_bounded_kv.engine.rotary import Rotary, Rotation
 from vllm_bounded_kv.engine.settings import policy_of
@@ -127,7 +127,7 @@ class BoundedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return TurnKeys(torch.from_numpy(turn.slots), self.rotary.rotation(turn.by))
 
     def _stock(
-        self, plan: StepPlan, common: CommonAttentionMetadata
+        self, plan: EnginePlan, common: CommonAttentionMetadata
     ) -> tuple[CPUAttentionMetadata | None, torch.Tensor | None]:
         """vLLM's metadata for the rows its kernel serves, and their tokens."""
         if not plan.ranged:

@@ -44,7 +44,7 @@ class RangedRow:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class EnginePlan:
     """One step of a batch of `B` rows and `N` tokens."""
 
     seq_lens: NDArray[np.int32]
@@ -74,7 +74,7 @@ def plan_step(
     block_size: int,
     position_limit: int | None = None,
     spare: int = 0,
-) -> StepPlan:
+) -> EnginePlan:
     """Plan one step.
 
     Args:
@@ -111,7 +111,7 @@ def plan_step(
     last_block = (seq_lens - 1) // block_size
     last_block_before = (np.minimum(before, capacity) - 1) // block_size
     is_new = (last_block > last_block_before) & (seq_lens % block_size != 0)
-    return StepPlan(
+    return EnginePlan(
         seq_lens=seq_lens.astype(np.int32),
         slot_mapping=slot_mapping,
         late_tokens=late_tokens,
