@@ -5,7 +5,8 @@ from __future__ import annotations
 from support import interpreted_triton
 
 WHY_NOT = interpreted_triton.prepare()
-collect_ignore_glob: list[str] = ["test_triton*.py", "test_paged.py"] if WHY_NOT else []
+KERNELS = ["test_triton*.py", "test_paged.py", "test_gpu_backend.py"]
+collect_ignore_glob: list[str] = KERNELS if WHY_NOT else []
 
 
 def pytest_report_header() -> str:

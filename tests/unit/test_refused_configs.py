@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 from vllm_bounded_kv.engine.refusals import UnsupportedError, check_engine, check_positions
@@ -65,10 +66,10 @@ def test_replicas_of_a_mixture_of_experts(config: Any) -> None:
 
 
 def test_pipelines_that_compile(plugin: None, engine_args: Any) -> None:
-    from vllm_bounded_kv.engine.plugin import CPU_WORKER
+    from vllm_bounded_kv.engine.plugin import WORKERS
 
     args = engine_args({}, pipeline_parallel_size=2, enforce_eager=False)
-    assert args.create_engine_config().parallel_config.worker_cls == CPU_WORKER
+    assert args.create_engine_config().parallel_config.worker_cls == WORKERS["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,8 @@ def test_pipelines_that_compile(plugin: None, engine_args: Any) -> None:
         ),
         (
             "device_config",
-            {"device_type": "cuda"},
-            r"device 'cuda' yet\. .* the CPU backend is complete\.",
+            {"device_type": "xpu"},
+            r"device 'xpu'\. Use a CPU or a CUDA GPU\.",
         ),
     ],
 )
@@ -123,6 +124,55 @@ def test_refused(config: Any, part: str, said: dict[str, Any], message: str) -> 
         UnsupportedError, match=f"^--kv-plugin bounded does not support .*{message}"
     ):
         check_engine(pretending(config, part, **said), POLICY)
+
+
+@pytest.fixture
+def gpu_config(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As vLLM would make it on a GPU, where its V2 runner is the default."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config.scheduler_config.async_scheduling = False
+    return pretending(config, "device_config", device_type="cuda")
+
+
+def test_control_what_is_not_refused_on_gpus(gpu_config: Any) -> None:
+    check_engine(gpu_config, POLICY)
+
+
+def test_the_v2_runner_is_for_gpus_and_the_v1_runner_for_cpus(
+    config: Any, gpu_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"V2 model runner on CPUs.*RUNNER=0"):
+        check_engine(config, POLICY)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(UnsupportedError, match="V1 model runner on GPUs"):
+        check_engine(gpu_config, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("part", "said", "message"),
+    [
+        (
+            "attention_config",
+            {"backend": AttentionBackendEnum.FLASH_ATTN},
+            r"--attention-backend FLASH_ATTN: it brings its own\. Remove the flag\.",
+        ),
+        (
+            "scheduler_config",
+            {"async_scheduling": True},
+            r"asynchronous scheduling on GPUs yet\. Use --no-async-scheduling\.",
+        ),
+        ("parallel_config", {"use_ubatching": True}, r"microbatches .*\. Remove the flag\."),
+    ],
+)
+def test_refused_on_gpus(gpu_config: Any, part: str, said: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        check_engine(pretending(gpu_config, part, **said), POLICY)
+
+
+def test_drafts_on_gpus(gpu_config: Any) -> None:
+    drafting = Pretending(gpu_config, speculative_config=SimpleNamespace(method="ngram"))
+    with pytest.raises(UnsupportedError, match=r"speculative decoding on GPUs yet\."):
+        check_engine(drafting, POLICY)
 
 
 @pytest.mark.parametrize("method", ["eagle", "draft_model", "ngram_gpu", "suffix"])
@@ -141,12 +191,6 @@ def test_drafts_with_asynchronous_scheduling(config: Any) -> None:
         check_engine(pretending(drafting, "scheduler_config", async_scheduling=True), POLICY)
 
 
-def test_the_v2_model_runner(config: Any) -> None:
-    message = r"vLLM's V2 model runner yet\. Set VLLM_USE_V2_MODEL_RUNNER=0\."
-    with pytest.raises(UnsupportedError, match=message):
-        check_engine(Pretending(config, use_v2_model_runner=True), POLICY)
-
-
 def test_decode_context_parallelism_asked_for_by_flags(plugin: None, engine_args: Any) -> None:
     args = engine_args({}, decode_context_parallel_size=2, tensor_parallel_size=4)
     with pytest.raises(UnsupportedError, match=r"--decode-context-parallel-size 2\. Use 1\."):
@@ -160,9 +204,9 @@ def test_a_refused_engine_keeps_vllms_scheduler_and_worker(
     from vllm_bounded_kv.engine.plugin import _activate
 
     worker, scheduler = config.parallel_config.worker_cls, config.scheduler_config.scheduler_cls
-    monkeypatch.setattr(config.device_config, "device_type", "cuda")
+    monkeypatch.setattr(config.device_config, "device_type", "xpu")
     config.additional_config = {"kv_plugin": "bounded"}
-    with pytest.raises(UnsupportedError, match="device 'cuda'"):
+    with pytest.raises(UnsupportedError, match="device 'xpu'"):
         _activate(config)
     assert config.parallel_config.worker_cls == worker
     assert config.scheduler_config.scheduler_cls == scheduler

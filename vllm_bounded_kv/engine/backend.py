@@ -23,6 +23,7 @@ from vllm_bounded_kv.engine.metadata import (
     TurnKeys,
 )
 from vllm_bounded_kv.engine.policy import EnginePolicy
+from vllm_bounded_kv.engine.refusals import check_layer
 from vllm_bounded_kv.engine.spec import bounded_spec
 
 
@@ -55,20 +56,14 @@ class BoundedCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        unsupported = {
-            "ALiBi slopes": self.alibi_slopes is not None,
-            "a logits soft cap": bool(self.logits_soft_cap),
-            "learned attention sinks": self.sinks is not None,
-            "sliding-window layers": self.sliding_window != -1,
-            "cross-layer KV sharing": self.kv_sharing_target_layer_name is not None,
-            f"attention type {self.attn_type}": self.attn_type != "decoder",
-        }
-        for feature, is_used in unsupported.items():
-            if is_used:
-                raise ValueError(
-                    f"--kv-plugin bounded does not support this model: it uses {feature}. "
-                    "Serve it without --kv-plugin."
-                )
+        check_layer(
+            alibi_slopes=self.alibi_slopes is not None,
+            logits_soft_cap=bool(self.logits_soft_cap),
+            sinks=self.sinks is not None,
+            sliding_window=self.sliding_window != -1,
+            kv_sharing=self.kv_sharing_target_layer_name is not None,
+            attn_type=self.attn_type,
+        )
 
     def forward(  # type: ignore[override]
         self,

@@ -414,6 +414,27 @@ def cpu_attention_backend(backend: type) -> Iterator[None]:
         selector._cached_get_attn_backend.cache_clear()
 
 
+def give_positions(model_state: Any, positions: Any) -> None:
+    """Patch: one V2 runner's `ModelState`. The model gets its rotary positions from `positions`
+    `[max_tokens]` instead of the runner's own, which the sampler needs as they are: it draws
+    random numbers by them. Not run on a GPU yet.
+
+    Remove when a `ModelState` can be chosen from outside of the model.
+    """
+    prepare, prepare_dummy = model_state.prepare_inputs, model_state.prepare_dummy_inputs
+
+    def prepare_inputs(input_batch: Any, req_states: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(input_batch, req_states)
+        return {**inputs, "positions": positions[: input_batch.num_tokens_after_padding]}
+
+    def prepare_dummy_inputs(num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare_dummy(num_reqs, num_tokens)
+        return {**inputs, "positions": positions[:num_tokens]}
+
+    model_state.prepare_inputs = prepare_inputs
+    model_state.prepare_dummy_inputs = prepare_dummy_inputs
+
+
 def merge_additional_config(parser: Any, flags_dest: str) -> None:
     """Keep what the plugin's flags have written when `--additional-config` comes after them.
 

@@ -22,7 +22,10 @@ per cent of decode attention (vLLM's own default is 128)."""
 
 SCHEDULER = "vllm_bounded_kv.engine.scheduler.BoundedScheduler"
 ASYNC_SCHEDULER = "vllm_bounded_kv.engine.scheduler.BoundedAsyncScheduler"
-CPU_WORKER = "vllm_bounded_kv.engine.worker.BoundedCPUWorker"
+WORKERS = {
+    "cpu": "vllm_bounded_kv.engine.worker.BoundedCPUWorker",
+    "cuda": "vllm_bounded_kv.engine.gpu_worker.BoundedGPUWorker",
+}
 
 
 def register() -> None:
@@ -44,12 +47,14 @@ def _before_config(args: Any) -> Callable[[], None]:
                 "cannot be combined with --kv-plugin bounded, which brings its own",
             )
     put_back = compat.lift_length_limit()
-    block_size = args.block_size
+    block_size, is_async = args.block_size, args.async_scheduling
     if block_size is None and current_platform.is_cpu():
         args.block_size = CPU_BLOCK_SIZE
+    if is_async is None and current_platform.is_cuda():
+        args.async_scheduling = False  # see `refusals`
 
     def undo() -> None:
-        args.block_size = block_size
+        args.block_size, args.async_scheduling = block_size, is_async
         put_back()
 
     return undo
@@ -57,6 +62,8 @@ def _before_config(args: Any) -> Callable[[], None]:
 
 def _activate(config: VllmConfig) -> None:
     """Turn a finished config into one of a bounded engine."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     from vllm_bounded_kv.engine.endpoint import BoundedKVEndpoint
     from vllm_bounded_kv.engine.refusals import check_engine
     from vllm_bounded_kv.engine.requests import check_request, open_sessions, prepare_request
@@ -68,7 +75,10 @@ def _activate(config: VllmConfig) -> None:
     check_engine(config, policy)
     is_async = config.scheduler_config.async_scheduling
     config.scheduler_config.scheduler_cls = ASYNC_SCHEDULER if is_async else SCHEDULER
-    config.parallel_config.worker_cls = CPU_WORKER
+    device = config.device_config.device_type
+    config.parallel_config.worker_cls = WORKERS[device]
+    if device == "cuda":
+        config.attention_config.backend = AttentionBackendEnum.CUSTOM  # the worker registers it
     compat.install_front_end(check_request, prepare_request, open_sessions)
     compat.install_endpoint(BoundedKVEndpoint)
     compat.forget_sent_text()

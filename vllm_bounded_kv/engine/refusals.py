@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm_bounded_kv.engine import rope
@@ -90,20 +91,85 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
             "cross-layer KV sharing (--kv-sharing-fast-prefill)",
             "Remove the flag.",
         ),
-        (
-            config.device_config.device_type != "cpu",
-            f"device {config.device_config.device_type!r} yet",
-            "Its kernels come with a later release; the CPU backend is complete.",
-        ),
-        (
-            config.use_v2_model_runner,
-            "vLLM's V2 model runner yet",
-            "Set VLLM_USE_V2_MODEL_RUNNER=0.",
-        ),
+        *_on_device(config),
     ):
         if is_used:
             raise UnsupportedError(what, remedy)
     check_positions(config, policy)
+
+
+def _on_device(config: VllmConfig) -> list[tuple[bool, str, str]]:
+    """What the device's backend does not do: whether it is asked for, what, and the remedy."""
+    device = config.device_config.device_type
+    if device == "cpu":
+        return [
+            (
+                config.use_v2_model_runner,
+                "vLLM's V2 model runner on CPUs",
+                "Set VLLM_USE_V2_MODEL_RUNNER=0.",
+            )
+        ]
+    backend = config.attention_config.backend
+    return [
+        (device != "cuda", f"device {device!r}", "Use a CPU or a CUDA GPU."),
+        (
+            not config.use_v2_model_runner,
+            "vLLM's V1 model runner on GPUs",
+            "Unset VLLM_USE_V2_MODEL_RUNNER, or see in vLLM's log why it chose V1.",
+        ),
+        (
+            backend is not None or bool(config.attention_config.backend_per_kind),
+            f"--attention-backend {getattr(backend, 'name', backend)}: it brings its own",
+            "Remove the flag.",
+        ),
+        (
+            config.speculative_config is not None,
+            "speculative decoding on GPUs yet",
+            "Remove --speculative-config.",
+        ),
+        (
+            # A session's turn that has ended is run one token too far, which then turns keys.
+            bool(config.scheduler_config.async_scheduling),
+            "asynchronous scheduling on GPUs yet",
+            "Use --no-async-scheduling.",
+        ),
+        (
+            config.parallel_config.use_ubatching,
+            "microbatches (--enable-dbo, --ubatch-size)",
+            "Remove the flag.",
+        ),
+    ]
+
+
+def check_layer(
+    *,
+    alibi_slopes: bool,
+    logits_soft_cap: bool,
+    sinks: bool,
+    sliding_window: bool,
+    kv_sharing: bool,
+    attn_type: str,
+    others: Sequence[str] = (),
+) -> None:
+    """Refuse an attention layer with features that the kernels do not have.
+
+    Raises:
+        ValueError: naming the feature.
+    """
+    for feature, is_used in (
+        ("ALiBi slopes", alibi_slopes),
+        ("a logits soft cap", logits_soft_cap),
+        ("learned attention sinks", sinks),
+        ("sliding-window layers", sliding_window),
+        ("cross-layer KV sharing", kv_sharing),
+        (f"attention type {attn_type}", attn_type != "decoder"),
+        (", ".join(others), bool(others)),
+    ):
+        if is_used:
+            raise ValueError(
+                f"--kv-plugin bounded does not support this model: it uses {feature}. "
+                "Serve it without --kv-plugin."
+            )
 
 
 def check_positions(config: VllmConfig, policy: EnginePolicy) -> None:

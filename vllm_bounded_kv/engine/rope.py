@@ -109,15 +109,26 @@ def rotary_of(model: torch.nn.Module, layer_names: Iterable[str], limit: int) ->
     if len(table) < limit:
         raise _refusal(f"its rotary table has {len(table)} rows, not {limit}")
     exact = embedding._compute_cos_sin_cache()  # the table in use is rounded to the model's dtype
-    if not _is_table_of(exact, frequencies) or not torch.equal(table, exact.to(table.dtype)):
+    if not _is_table_of(exact, frequencies) or not is_rounded(
+        table, exact, is_same_device=table.device == exact.device
+    ):
         raise _refusal("its rotary table is not what its frequencies give")
     return Rotary(frequencies, bool(embedding.is_neox_style))
+
+
+def is_rounded(table: torch.Tensor, exact: torch.Tensor, *, is_same_device: bool) -> bool:
+    """Whether a table in use is `exact` in its dtype; another device's has other last bits."""
+    if is_same_device:
+        return torch.equal(table, exact.to(table.dtype))
+    error = (table.cpu().double() - exact.cpu().double()).abs().max()
+    size = max(1.0, float(exact.abs().max()))
+    return float(error) <= size * max(torch.finfo(table.dtype).eps, TABLE_TOLERANCE)
 
 
 def _is_table_of(table: torch.Tensor, frequencies: Any) -> bool:
     """Whether `[rows, 2 * n]` cosines and sines, at any magnitude, turn by `n` frequencies."""
     for row in (1, len(table) - 1):
-        cos, sin = table[row].double().numpy().reshape(2, -1)
+        cos, sin = table[row].double().cpu().numpy().reshape(2, -1)
         turned = (cos + 1j * sin) / np.hypot(cos, sin)
         if np.abs(turned - np.exp(1j * row * frequencies)).max() > TABLE_TOLERANCE:
             return False
@@ -137,7 +148,7 @@ def _frequencies(embedding: Any) -> Any:
         frequencies = embedding._compute_inv_freq(embedding.base) / embedding.scaling_factors[0]
     else:
         raise _refusal(f"its rotary embedding is a {kind}")
-    return frequencies.double().numpy()
+    return frequencies.double().cpu().numpy()
 
 
 def _refusal(reason: str) -> PolicyError:

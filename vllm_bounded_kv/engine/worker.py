@@ -1,9 +1,12 @@
-"""The worker: loads the model with the bounded backend and tells vLLM's runner what it must not
-do itself."""
+"""Workers: they load the model with the bounded backend, and bound every layer's cache.
+
+What a worker of any device does is in `BoundedWorkerMixin`; the CPU's is here, the GPU's in
+`gpu_worker`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
@@ -17,24 +20,31 @@ from vllm_bounded_kv.engine.refusals import UnsupportedError
 from vllm_bounded_kv.engine.settings import policy_of
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase as _Worker
+else:
+    _Worker = object
 
-class BoundedCPUWorker(CPUWorker):
-    """vLLM's CPU worker over bounded slots."""
+
+class BoundedWorkerMixin(_Worker):
+    """Put before vLLM's worker of the device."""
+
+    backend: ClassVar[Any]
+    """The attention backend, whose `customize_spec` bounds layers while its `policy` is set."""
+    vllm_config: VllmConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         policy = policy_of(self.vllm_config)
         assert policy is not None
         self.bounded_policy = policy
-        self._specs: dict[str, KVCacheSpec] = {}
+        self.specs: dict[str, KVCacheSpec] = {}
+        """Of every attention layer, by its name."""
 
-    def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model; its attention layers pick up the bounded backend."""
-        compat.rewind_cpu_generators(self.model_runner)
-        if self.vllm_config.lora_config is not None:
-            compat.leave_rows_without_adapter_alone()
-        with compat.cpu_attention_backend(BoundedCPUAttentionBackend):
-            return super().load_model(*args, **kwargs)
+    def has_shared_layers(self) -> bool:
+        """Whether layers read other layers' caches."""
+        raise NotImplementedError
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """Every layer's spec, bounded.
@@ -42,12 +52,12 @@ class BoundedCPUWorker(CPUWorker):
         Raises:
             UnsupportedError: when a layer's cache is of a kind the plugin cannot bound.
         """
-        BoundedCPUAttentionBackend.policy = self.bounded_policy
+        self.backend.policy = self.bounded_policy
         try:
-            specs = super().get_kv_cache_spec()
+            specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         finally:
-            BoundedCPUAttentionBackend.policy = None
-        if self.model_runner.shared_kv_cache_layers:
+            self.backend.policy = None
+        if self.has_shared_layers():
             raise UnsupportedError("cross-layer KV sharing", "Serve it without --kv-plugin.")
         for name, spec in specs.items():
             if not isinstance(spec, BoundedAttentionSpec):
@@ -55,14 +65,14 @@ class BoundedCPUWorker(CPUWorker):
                     f"layer {name!r}, whose cache is a {type(spec).__name__}",
                     "Serve this model without --kv-plugin.",
                 )
-        self._specs = specs
+        self.specs = specs
         return specs
 
     def determine_available_memory(self) -> int:
         """vLLM's figure, checked against one slot before vLLM explains the shortage in terms of
         a model length that does not matter here."""
-        available = super().determine_available_memory()
-        specs = [s for s in self._specs.values() if isinstance(s, BoundedAttentionSpec)]
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        specs = [s for s in self.specs.values() if isinstance(s, BoundedAttentionSpec)]
         num_blocks = available // sum(s.page_size_bytes for s in specs)
         needed = specs[0].slot_blocks + 1  # and vLLM's null block
         if num_blocks < needed:
@@ -75,6 +85,24 @@ class BoundedCPUWorker(CPUWorker):
                 "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE on CPU)",
             )
         return available
+
+
+class BoundedCPUWorker(BoundedWorkerMixin, CPUWorker):
+    """vLLM's CPU worker over bounded slots."""
+
+    backend = BoundedCPUAttentionBackend
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model; its attention layers pick up the bounded backend."""
+        compat.rewind_cpu_generators(self.model_runner)
+        if self.vllm_config.lora_config is not None:
+            compat.leave_rows_without_adapter_alone()
+        with compat.cpu_attention_backend(self.backend):
+            return super().load_model(*args, **kwargs)
+
+    def has_shared_layers(self) -> bool:
+        """Whether layers read other layers' caches."""
+        return bool(self.model_runner.shared_kv_cache_layers)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache and stop the V1 runner from mapping slots.
@@ -92,7 +120,7 @@ class BoundedCPUWorker(CPUWorker):
         limit = self.bounded_policy.position_limit
         if limit is None:
             return
-        rotary = rope.rotary_of(self.model_runner.model, self._specs, limit)
+        rotary = rope.rotary_of(self.model_runner.model, self.specs, limit)
         for groups in self.model_runner.attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder()
