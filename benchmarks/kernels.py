@@ -1,7 +1,8 @@
 """`python -m benchmarks.kernels`: the slot pool's attention and planning, on this machine.
 
 Attention against one SDPA call on the same number of keys that lie dense already: on the CPU, and
-on a GPU where there is one; then the host's time to plan a step. Ends in one JSON line.
+on a GPU where there is one; then the host's time to plan a step, in the pool's manager and, with
+all of vLLM's metadata, in the engine. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from benchmarks.kernels_cpu import cpu_rows, plan_rows, profile
+from benchmarks.kernels_engine import engine_rows
 from benchmarks.kernels_gpu import gpu_rows
 from benchmarks.machine import describe_machine
 
@@ -30,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         print(profile())
         return 0
     parts = {"attention": cpu_rows, "planning": plan_rows}
+    if find_spec("vllm") is not None:
+        parts["metadata"] = engine_rows
     if torch.cuda.is_available():
         parts["attention_gpu"] = gpu_rows
     result: dict[str, Any] = {"setup": describe_machine()}

@@ -3,25 +3,19 @@ the host's time to plan a step."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 
+from benchmarks.interleaved import interleaved
 from vllm_bounded_kv.config import BoundedKVConfig, BoundedKVStep, SinkWindow, StreamPosition
-from vllm_bounded_kv.engine.header import HEADER_LEN, RING, SINK
-from vllm_bounded_kv.engine.plan import plan_step
 from vllm_bounded_kv.manager import BoundedKVManager
 
-BATCH, WINDOW, HEAD_DIM, BLOCK_SIZE = 8, 512, 64, 32
-REPEATS = 15
+BATCH, WINDOW, HEAD_DIM = 8, 512, 64
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ def cpu_rows() -> Iterator[dict[str, Any]]:
     """One row per shape: milliseconds of both, medians of interleaved runs, and their ratio."""
     for shape in SHAPES:
         ours, dense = _pair(shape)
-        times = _interleaved([ours, dense])
+        times = interleaved([ours, dense])
         yield {
             "batch": BATCH,
             "window": WINDOW,
@@ -66,32 +60,14 @@ def profile(calls: int = 20) -> str:
 
 def plan_rows(batch: int = 64) -> Iterator[dict[str, Any]]:
     """Microseconds of the host to plan a step of `batch` one-token rows, by how far their streams
-    have come: of the slot pool's manager, and of the engine's metadata."""
+    have come."""
     manager = BoundedKVManager(_config(Shape(1), max_slots=batch))
     names = [f"request {i}" for i in range(batch)]
     manager.admit(_step(names, 0))
     plan = manager.plan(_step(names, 0))
-    table = _block_rows(batch)
-    query_start = np.arange(batch + 1, dtype=np.int32)
     for written in (0, 2 * WINDOW, 1_000_000, 1_000_000_000):
-        pool = partial(manager.plan, _step(names, written), into=plan)
-        lens = np.full(batch, written + 1, dtype=np.int32)
-        engine = partial(plan_step, table, query_start, lens, batch, BLOCK_SIZE, 4 * WINDOW)
-        in_pool, in_engine = _interleaved([pool, engine])
-        yield {
-            "batch": batch,
-            "written": written,
-            "pool_us": round(1e6 * in_pool, 1),
-            "engine_us": round(1e6 * in_engine, 1),
-        }
-
-
-def _block_rows(batch: int) -> NDArray[np.int32]:
-    """Of streams with a sink of 4 entries, as the engine's block table has them."""
-    table = np.empty((batch, HEADER_LEN + WINDOW // BLOCK_SIZE), dtype=np.int32)
-    table[:, SINK], table[:, RING] = 4, WINDOW - 4
-    table[:, HEADER_LEN:] = np.arange(table[:, HEADER_LEN:].size).reshape(batch, -1)
-    return table
+        (seconds,) = interleaved([partial(manager.plan, _step(names, written), into=plan)])
+        yield {"batch": batch, "written": written, "us": round(1e6 * seconds, 1)}
 
 
 def _config(shape: Shape, max_slots: int) -> BoundedKVConfig:
@@ -130,21 +106,3 @@ def _pair(shape: Shape) -> tuple[Callable[[], Any], Callable[[], Any]]:
         lambda: manager.attend(0, q, k, k, plan=plan),
         lambda: F.scaled_dot_product_attention(folded, keys, values),
     )
-
-
-def _interleaved(calls: list[Callable[[], Any]], seconds: float = 0.02) -> list[float]:
-    """Median time of a call, in rounds that take each in turn."""
-    counts = []
-    for call in calls:
-        call()
-        start = time.perf_counter()
-        call()
-        counts.append(max(1, round(seconds / max(time.perf_counter() - start, 1e-9))))
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(REPEATS):
-        for call, count, taken in zip(calls, counts, times, strict=True):
-            start = time.perf_counter()
-            for _ in range(count):
-                call()
-            taken.append((time.perf_counter() - start) / count)
-    return [statistics.median(taken) for taken in times]
