@@ -2,7 +2,7 @@
 
 `full` is stock vLLM; `window`, `absolute` and `rebase` are the plugin, through vLLM; `streaming` is
 StreamingLLM's own scheme in plain PyTorch. A stopped run goes on where it was: each scheme's result
-is written to the folder as soon as it is there. Ends in one JSON line.
+is written to the folder as soon as it is there; `streaming` leaves checkpoints. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{scheme}: measured before", file=sys.stderr)
             continue
         ids = text.ids[: scheme.num_tokens(len(text.ids))]
-        nats, seconds = child.run(scheme, args.model, ids)
+        nats, seconds = child.run(scheme, args.model, ids, args.out)
         results.add(scheme, nats, seconds, threads=_threads(), commit=_commit())
     from benchmarks.quality.plot import plot
 

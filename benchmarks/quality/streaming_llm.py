@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.quality.checkpoint import EVERY, Checkpoint
+
 CHUNK = 256
 """Queries at a time: more of them score more keys that they may not see."""
 
@@ -117,6 +119,7 @@ class StreamingLlama:
         window: int,
         chunk: int = CHUNK,
         on_progress: Callable[[int], None] | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> Tensor:
         """Negative log-likelihood of every token but the first, given those that the cache keeps.
 
@@ -126,6 +129,7 @@ class StreamingLlama:
             window: last entries kept, the query's own included, >= 1.
             chunk: queries at a time; changes no result.
             on_progress: called with the number of tokens scored so far.
+            checkpoint: to go on from, and to leave behind now and then.
 
         Returns:
             `[n - 1]` in nats, in the weights' dtype.
@@ -139,10 +143,19 @@ class StreamingLlama:
         empty = self.embedding.new_empty(0, self.shape.num_kv_heads, self.shape.head_dim)
         caches = [(empty, empty)] * self.shape.num_layers
         out = self.embedding.new_empty(len(ids) - 1)
-        for start in range(0, len(out), chunk):
+        begin = 0
+        if checkpoint is not None and (found := checkpoint.load()) is not None:
+            scored, caches = found
+            begin = len(scored)
+            out[:begin] = scored
+        saved = begin
+        for start in range(begin, len(out), chunk):
             stop = min(start + chunk, len(out))
             logits = self._forward(ids[start:stop], self._place(start, stop, sink, window), caches)
             out[start:stop] = F.cross_entropy(logits, ids[start + 1 : stop + 1], reduction="none")
+            if checkpoint is not None and stop - saved >= EVERY:
+                checkpoint.save(out[:stop], caches)
+                saved = stop
             if on_progress is not None:
                 on_progress(stop)
         return out

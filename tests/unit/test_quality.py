@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.quality import __main__ as quality
-from benchmarks.quality import text
+from benchmarks.quality import streaming_llm, text
+from benchmarks.quality.checkpoint import Checkpoint
 from benchmarks.quality.perplexity import BLOCK, block_sums, perplexity, stretches
 from benchmarks.quality.results import Results
 from benchmarks.quality.schemes import KINDS, Scheme, schemes
@@ -83,6 +84,31 @@ def test_a_short_stream_is_full_attention(reference: StreamingLlama, oracle: Ora
     assert (found - expected).abs().max() < TOLERANCE
     shorter = reference.score(TOKENS, 4, len(TOKENS) - 8, chunk=32)
     assert (shorter - expected).abs().max() > 1e-3
+
+
+def test_the_reference_goes_on_where_it_was_stopped(
+    reference: StreamingLlama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming_llm, "EVERY", 20)
+    tokens = random_prompt(100, seed=5)
+    whole = reference.score(tokens, 4, 12, chunk=8)
+    checkpoint = Checkpoint.of(tmp_path / "here.pt", tokens, 4, 12)
+    seen: list[int] = []
+
+    def stop_at_50(done: int) -> None:
+        seen.append(done)
+        if done > 50:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reference.score(tokens, 4, 12, chunk=8, on_progress=stop_at_50, checkpoint=checkpoint)
+    other = Checkpoint.of(checkpoint.path, tokens, 4, 13)
+    assert other.load() is None
+    seen.clear()
+    rest = reference.score(tokens, 4, 12, chunk=8, on_progress=seen.append, checkpoint=checkpoint)
+    assert seen[0] == 56 and torch.equal(rest, whole)
+    checkpoint.remove()
+    assert checkpoint.load() is None
 
 
 def test_what_the_reference_refuses(reference: StreamingLlama) -> None:
