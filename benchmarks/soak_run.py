@@ -22,7 +22,7 @@ from urllib.request import urlopen
 
 from benchmarks.server_processes import usage
 from benchmarks.soak_verdict import Arrivals, Reading
-from benchmarks.sse import TIMEOUT_S, Completion
+from benchmarks.sse import TIMEOUT_S, Completion, StreamError, whole_completion
 
 LONG_ID = "soak-long"
 PROMPT_TOKENS = 32
@@ -218,13 +218,13 @@ def _follow_fresh(url: str, plan: Plan) -> Arrivals:
 
 
 class _Beside:
-    """Short streams, each replaced when it ends."""
+    """Short streams, each replaced when it ends. Their answers come whole: sent token by token they
+    would take the front end more time than everything that is to be seen here."""
 
     def __init__(self, url: str, plan: Plan) -> None:
         self.url, self.plan = url, plan
         self.num_ended = 0
         self._stopped = threading.Event()
-        self._begun = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._errors: list[BaseException] = []
         self._threads = [
@@ -235,12 +235,15 @@ class _Beside:
         """Begin, and wait until all of them have: the long stream is then none of the first."""
         for thread in self._threads:
             thread.start()
-        for _ in self._threads:
-            while not self._begun.acquire(timeout=1):
-                self.check()
+        deadline = time.monotonic() + TIMEOUT_S
+        while figures(self.url)["slots_used"] < self.plan.beside:
+            self.check()
+            if time.monotonic() > deadline:
+                raise StreamError(f"not {self.plan.beside} streams beside within {TIMEOUT_S} s")
+            time.sleep(0.05)
 
     def stop(self) -> None:
-        """Leave the streams that run, and wait for their threads."""
+        """Let the streams that run end, and wait for their threads."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(2 * TIMEOUT_S)
@@ -257,18 +260,11 @@ class _Beside:
                 self._one(rng, f"soak-beside-{index}")
         except BaseException as error:  # to the thread that asks
             self._errors.append(error)
-        finally:
-            self._begun.release()
 
     def _one(self, rng: random.Random, request_id: str) -> None:
         prompt = _prompt(rng, self.plan.token_ids, rng.randint(*BESIDE_PROMPT_TOKENS))
         max_tokens = rng.randint(*BESIDE_TOKENS)
-        with Completion(self.url, self.plan.model, prompt, max_tokens, request_id) as stream:
-            for number, _ in enumerate(stream.pieces()):
-                if number == 0:
-                    self._begun.release()
-                if self._stopped.is_set():
-                    return
+        whole_completion(self.url, self.plan.model, prompt, max_tokens, request_id)
         with self._lock:
             self.num_ended += 1
 

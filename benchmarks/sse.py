@@ -48,18 +48,9 @@ class Completion:
         self, url: str, model: str, prompt: list[int], max_tokens: int, request_id: str
     ) -> None:
         self.max_tokens = max_tokens
-        self._connection = HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
-        body = {
-            "model": model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
-        self._connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        self._connection = _ask(
+            url, model, prompt, max_tokens, request_id, stream=True, return_token_ids=True
+        )
 
     def __enter__(self) -> Completion:
         return self
@@ -107,3 +98,41 @@ class Completion:
                 if "error" in parsed:
                     raise StreamError(f"the server says: {parsed['error']}")
                 yield seconds, parsed
+
+
+def whole_completion(
+    url: str, model: str, prompt: list[int], max_tokens: int, request_id: str
+) -> None:
+    """A greedy completion of exactly `max_tokens` tokens that comes as one answer.
+
+    Raises:
+        StreamError: when it is refused, or has another length.
+    """
+    connection = _ask(url, model, prompt, max_tokens, request_id)
+    try:
+        response = connection.getresponse()
+        answer = response.read()
+        if response.status != 200:
+            raise StreamError(f"HTTP {response.status}: {answer.decode()[:500]}")
+        num_tokens = json.loads(answer)["usage"]["completion_tokens"]
+        if num_tokens != max_tokens:
+            raise StreamError(f"{num_tokens:,} tokens came, not {max_tokens:,}")
+    finally:
+        connection.close()
+
+
+def _ask(
+    url: str, model: str, prompt: list[int], max_tokens: int, request_id: str, **more: bool
+) -> HTTPConnection:
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+    headers = {"Content-Type": "application/json", "X-Request-Id": request_id}
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT_S)
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection

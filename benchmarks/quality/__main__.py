@@ -2,7 +2,8 @@
 
 `full` is stock vLLM; `window`, `absolute` and `rebase` are the plugin, through vLLM; `streaming` is
 StreamingLLM's own scheme in plain PyTorch. A stopped run goes on where it was: each scheme's result
-is written to the folder as soon as it is there; `streaming` leaves checkpoints. Ends in one JSON line.
+is written to the folder as soon as it is there, and `streaming` leaves checkpoints on its way. Ends
+in one JSON line.
 """
 
 from __future__ import annotations
