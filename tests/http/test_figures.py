@@ -77,6 +77,7 @@ def test_the_policy(url: str) -> None:
         "position_limit": None,
         "window_includes_step": True,
         "retention": None,
+        "num_draft_tokens": 0,
     }
 
 
