@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +22,7 @@ WRITTEN = (0, 1024, 1_000_000, 1_000_000_000)
 def engine_rows(batch: int = 64) -> Iterator[dict[str, Any]]:
     """Microseconds to build the metadata of a step of `batch` one-token rows, by how far their
     streams have come: with positions that fall back, without, and stock vLLM's for as many keys."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="bench-kernels-") as folder:
         model = str(write_tiny_llama(Path(folder)))
         stock = _stock(model, batch)

@@ -3,6 +3,7 @@
 Outputs are compared within a tolerance per dtype, slots bit for bit.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -236,3 +237,59 @@ def test_a_bias_of_what_is_not_seen_may_be_anything(attend: Attend) -> None:
     bias[..., 0] = torch.nan
     out = attend(q, kv, kv, slots, StepPlan(1), query_window=4, rel_bias=bias)
     assert out.isfinite().all()
+
+
+def one_row(written: int, span: int = 1) -> StepPlan:
+    row = plan_row(
+        SinkWindow(2, 5), sink_capacity=2, slot=0, source_len=0, written=written, span=span
+    )
+    return StepPlan.of([row])
+
+
+def a_step(seed: int, rows: int = 1) -> list[Tensor]:
+    """Queries, keys, values and slots of a step of one token and two heads."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1, 2, 1, 4)] * 3 + [(rows, 1, 2, 7, 8)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def test_gradients_of_layers_that_share_a_step(attend: Attend) -> None:
+    """What one call gathers must not be overwritten by the next before it has been used."""
+    given, plan = [a_step(seed) for seed in (0, 1)], one_row(20)
+    for q, k, v, _ in given:
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+    outs = [attend(q, k, v, slots.clone(), plan) for q, k, v, slots in given]
+    sum(out.square().sum() for out in outs).backward()
+    for q, k, v, slots in given:
+        copies = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
+        reference.attend(*copies, slots.double(), plan).square().sum().backward()
+        for tensor, copy in zip((q, k, v), copies, strict=True):
+            assert tensor.grad is not None and copy.grad is not None
+            assert torch.allclose(tensor.grad.double(), copy.grad, atol=1e-5)
+
+
+def test_modes_and_threads_do_not_disturb_each_other(attend: Attend) -> None:
+    plan, given = one_row(20), [a_step(seed) for seed in range(8)]
+    wanted = [attend(q, k, v, slots.clone(), plan) for q, k, v, slots in given]
+
+    def again(index: int) -> Tensor:
+        q, k, v, slots = given[index % len(given)]
+        with torch.inference_mode(index % 3 == 0), torch.set_grad_enabled(index % 2 == 0):
+            return attend(q, k, v, slots.clone(), plan).clone()
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(again, range(400)))
+    for index, result in enumerate(results):
+        assert torch.equal(result, wanted[index % len(given)])
+
+
+def test_steps_take_no_new_memory_for_what_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, slots = a_step(0)
+    plan = one_row(20)
+    cpu.attend(q, k, v, slots, plan)
+    made = []
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: made.append(a))
+    monkeypatch.setattr(Tensor, "index_select", lambda *a: made.append(a))
+    cpu.attend(q, k, v, slots, plan)
+    assert not made

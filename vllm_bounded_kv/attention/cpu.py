@@ -8,8 +8,10 @@ store is worked out once per step and shared by all layers.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,10 @@ from vllm_bounded_kv.step_plan import StepPlan
 SCRATCH_BYTES = 9 << 18
 """Of keys and values gathered at a time, so that they are still in a cache when they are read. Of
 1 to 20 MiB, the best or near it for 8 rows of 512 entries, at 1 and at 16 tokens."""
+
+
+_OF_THREAD = threading.local()
+"""One scratch for each dtype, of `SCRATCH_BYTES` or one row of one head."""
 
 
 @dataclass(frozen=True)
@@ -131,9 +137,12 @@ def attend(
         for given, gather in ((sources, step.in_sources), (row_sources, step.in_row_sources))
         if given is not None and gather is not None
     ]
+    # Where gradients are asked for, autograd keeps what was gathered.
+    inputs = (q, k, v, sources, row_sources, rel_bias)
+    is_kept = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     for chunk in step.chunks:
         some, heads = chunk.rows, chunk.heads
-        seen = _gather(entries, chunk.in_slots).to(dtype)
+        seen = _gather(entries, chunk.in_slots, is_kept).to(dtype)
         seen = seen.view(some.stop - some.start, -1, num_keys, 2 * head_dim)
         if chunk.blank is not None:
             seen.masked_fill_(chunk.blank, 0)
@@ -155,11 +164,24 @@ def attend(
     return out
 
 
-def _gather(entries: Tensor, index: Tensor) -> Tensor:
-    """`[n, 2D]`, in a tensor of its own."""
+def _gather(entries: Tensor, index: Tensor, is_kept: bool) -> Tensor:
+    """`[n, 2D]`; unless `is_kept`, good until the next call."""
     if not len(entries):  # nothing is ever retained
         return entries.new_empty(len(index), entries.shape[1])
-    return entries.index_select(0, index)
+    if is_kept:
+        return entries.index_select(0, index)
+    into = _scratch(len(index) * entries.shape[1], entries.dtype).view(len(index), -1)
+    return torch.index_select(entries, 0, index, out=into)
+
+
+def _scratch(size: int, dtype: torch.dtype) -> Tensor:
+    """Memory of this thread's for `size` elements, the same again and again: fresh pages from the
+    system take longer than what is copied there."""
+    held: dict[Any, Tensor] = _OF_THREAD.__dict__
+    if dtype not in held or held[dtype].numel() < size:
+        with torch.inference_mode(False):  # else it could not be written to outside of that mode
+            held[dtype] = torch.empty(size, dtype=dtype)
+    return held[dtype][:size]
 
 
 def _overlay(seen: Tensor, source: Tensor, gather: Gather, some: slice, heads: slice) -> None:
