@@ -64,17 +64,20 @@ def plan_rebase(
     """
     if not (rows.after > limit).any():
         return None
-    capacity, period = rows.capacity, limit - rows.capacity
-    fallen = num_fallbacks(positions, capacity[token_rows], limit)
-    at_first = num_fallbacks(rows.before, capacity, limit)
-    at_last = num_fallbacks(rows.after - 1, capacity, limit)
-    begins = (rows.after > rows.before) & (at_first > 0)
-    begins &= at_first > num_fallbacks(rows.before - 1, capacity, limit)
-    runs_into = is_ranged & (at_last > at_first)
+    capacity, period, before = rows.capacity, limit - rows.capacity, rows.before
+    lengths = rows.after - before
+    fallen = num_fallbacks(before, capacity, limit)  # at each row's first token
+    begins = (lengths > 0) & (before >= limit) & (before - capacity == fallen * period)
+    back = (fallen * period)[token_rows]
+    last = None
+    if (lengths > 1).any():
+        back = num_fallbacks(positions, capacity[token_rows], limit) * period[token_rows]
+        runs_into = is_ranged & (num_fallbacks(rows.after - 1, capacity, limit) > fallen)
+        last = _turn_last(rows, np.flatnonzero(runs_into), period, limit)
     return Rebase(
-        positions=positions - fallen * period[token_rows],
+        positions=positions - back,
         first=_turn_first(rows, np.flatnonzero(begins), period),
-        last=_turn_last(rows, np.flatnonzero(runs_into), period, limit),
+        last=last,
     )
 
 
