@@ -172,7 +172,7 @@ def test_rows_that_are_no_streams_do_nothing() -> None:
     runner.step([3, 4, 5, 6], 0)
     before = runner.cache.clone()
     runner.rows.fill_(NUM_BLOCKS - 1)
-    runner.rows[:, :HEADER_LEN] = 10**6
+    runner.rows[:, :HEADER_LEN] = 40  # as large together as a slot, not as any stream
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     common = CommonAttentionMetadata(

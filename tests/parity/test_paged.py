@@ -244,3 +244,29 @@ def test_a_source_written_in_this_step_can_be_read_in_it(kind: str) -> None:
         keys, values = on_device(batch.empty_cache())
         error = step(kind, batch, keys, values).cpu().double() - batch.attention(SCALE)
         assert float(error.abs().max()) < ATTENTION[torch.float32]
+
+
+def test_heads_may_lie_far_apart() -> None:
+    """As in a layout that keeps each head's blocks together: beyond what 32 bits count."""
+    stride = 2**30
+    size, shape = 2 * 4 * 32, (2, 4, 3, 32)
+    memory = torch.empty(
+        2 * stride + size, dtype=torch.float16, device=DEVICE
+    )  # pages come as needed
+    keys = memory.as_strided(shape, (128, 32, stride, 1))
+    values = torch.randn(shape, device=DEVICE).half()
+    k = torch.randn(3, 3, 32, device=DEVICE).half()
+    slots = torch.tensor([4, 5, 6], device=DEVICE)
+    triton_paged_cache.store(k, k, keys, values, slots)
+    assert torch.equal(keys[1, :3], k)
+    table = torch.tensor([[0, 1, 3, 0, 8, 20]], dtype=torch.int32, device=DEVICE)
+    blocks = torch.tensor([[1, 0]], dtype=torch.int32, device=DEVICE)
+    out = triton_paged.attend(k[:1], k[:1], k[:1], keys, values, table, blocks, 1.0)
+    near = triton_paged.attend(k[:1], k[:1], k[:1], keys.clone(), values, table, blocks, 1.0)
+    assert torch.equal(out, near)
+    turns = Turns.of(torch.ones(16).double().numpy(), True, DEVICE)
+    table = torch.tensor([[0, 1, 20, 0, 8, 20]], dtype=torch.int32, device=DEVICE)
+    before = keys.clone()
+    triton_paged_cache.turn_first(keys, table, blocks, turns)
+    triton_paged_cache.turn_first(before, table, blocks, turns)
+    assert torch.equal(keys[1, :3], before[1, :3])

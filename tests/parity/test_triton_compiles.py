@@ -28,5 +28,6 @@ def test_kernels_compile_for_gpus(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("attend_kernel") == 3
+    assert run.stdout.count("paged, ") == 7
     assert run.stdout.count("merge_kernel") == 2
     assert run.stdout.count("store_kernel") == 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_bounded_kv.engine import compat, rope
+from vllm_bounded_kv.engine import compat
 from vllm_bounded_kv.engine.gpu_backend import BoundedGPUAttentionBackend, BoundedGPUAttentionImpl
 from vllm_bounded_kv.engine.policy import EnginePolicy
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
@@ -118,9 +120,12 @@ def test_the_model_gets_positions_of_its_own_at_one_address() -> None:
     assert own["positions"] == "the runner's"
 
 
-@pytest.mark.parametrize(("error", "is_table"), [(0.0, True), (1e-3, True), (0.1, False)])
-def test_a_table_on_another_device_has_other_last_bits(error: float, is_table: bool) -> None:
-    exact = torch.linspace(-1, 1, 10)
-    assert rope.is_rounded(exact + error, exact, is_same_device=False) is is_table
-    assert rope.is_rounded(exact.half(), exact, is_same_device=True)
-    assert not rope.is_rounded(exact.half() + 1e-3, exact, is_same_device=True)
+def test_the_gpu_worker_leaves_torch_alone() -> None:
+    """vLLM's CPU worker replaces CUDA's streams and events in the process that imports it."""
+    program = (
+        "import sys, vllm_bounded_kv.engine.gpu_worker\n"
+        "assert 'vllm.v1.worker.gpu_worker' in sys.modules\n"
+        "found = [name for name in sys.modules if name.startswith('vllm.v1.worker.cpu')]\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

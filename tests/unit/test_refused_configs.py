@@ -154,7 +154,7 @@ def test_the_v2_runner_is_for_gpus_and_the_v1_runner_for_cpus(
         (
             "attention_config",
             {"backend": AttentionBackendEnum.FLASH_ATTN},
-            r"--attention-backend FLASH_ATTN: it brings its own\. Remove the flag\.",
+            r"another attention backend \(FLASH_ATTN\): it brings its own\. Remove --attention-",
         ),
         (
             "scheduler_config",

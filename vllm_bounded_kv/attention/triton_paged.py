@@ -16,7 +16,8 @@ Invariant: entries outside `[lo, hi)` of a visit are neither loaded nor multipli
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -42,6 +43,40 @@ class Tiling(NamedTuple):
 
     queries: int = 64
     keys: int = 64
+    stages: int = 2
+    """Tiles of keys that are loaded or on their way at a time."""
+
+    @classmethod
+    def fitting(cls, query: Tensor, group: int, is_turned: bool) -> Tiling:
+        """The largest that fits the shared memory of the device.
+
+        What the compiler takes stays below the estimate here: `tests/support/compile_kernels.py`
+        asks it, for GPUs from compute capability 8.0 on.
+        """
+        width = max(16, triton.next_power_of_2(query.shape[-1]))
+        # Registers hold a tile's queries and sums; float32 products are written out one by one.
+        is_wide = width > 128 or query.dtype == torch.float32
+        room = shared_memory(query.device)
+        for tiling in WIDE_TILINGS if is_wide else TILINGS:
+            rows = max(tiling.queries, triton.next_power_of_2(group))
+            keys = tiling.keys * tiling.stages * (3 if is_turned else 2)
+            if width * query.itemsize * (rows + keys) <= room:
+                return tiling
+        return SMALLEST
+
+
+SMALLEST = Tiling(16, 16, 1)
+WIDE_TILINGS = [Tiling(32, 32, 2), Tiling(32, 32, 1), Tiling(16, 16, 2)]
+TILINGS = [Tiling(64, 64, 3), Tiling(64, 64, 2), Tiling(64, 32, 2), *WIDE_TILINGS]
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; a CPU's interpreter knows no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def attend(
@@ -63,9 +98,7 @@ def attend(
     num_kv_heads = key.shape[1]
     group = num_heads // num_kv_heads
     if tiling is None:
-        # Registers hold a tile's queries and sums, and float32 products are written out one by one.
-        is_wide = head_dim > 128 or query.dtype == torch.float32
-        tiling = Tiling(32, 32) if is_wide else Tiling()
+        tiling = Tiling.fitting(query, group, turns is not None)
     block_m = max(tiling.queries, triton.next_power_of_2(group))
     grid = (num_tokens // (block_m // group) + len(table), num_kv_heads)
     _attend[grid](
@@ -95,13 +128,14 @@ def attend(
         BLOCK_M=block_m,
         BLOCK_N=tiling.keys,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_stages=tiling.stages,
         # Triton 3.7's interpreter multiplies the bit patterns of bfloat16.
         UPCAST=triton.knobs.runtime.interpret and query.dtype == torch.bfloat16,
     )
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _attend(
     query,
     key,
@@ -184,8 +218,8 @@ def _attend(
 
     own_key = key + kv_head * key_head + (first - before).to(tl.int64) * key_token
     own_value = value + kv_head * value_head + (first - before).to(tl.int64) * value_token
-    cached_key = key_cache + kv_head * key_cache_head
-    cached_value = value_cache + kv_head * value_cache_head
+    cached_key = key_cache + kv_head.to(tl.int64) * key_cache_head
+    cached_value = value_cache + kv_head.to(tl.int64) * value_cache_head
     blocks = block_table + row * block_table_row
 
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)

@@ -76,7 +76,7 @@ def _store(
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    head = tl.arange(0, BLOCK_H)[:, None]
+    head = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
     d = tl.arange(0, BLOCK_D)[None, :]
     mask = (head < NUM_HEADS) & (d < HEAD_DIM)
     k = tl.load(key + token * key_token + head * key_head + d, mask=mask)
@@ -102,8 +102,8 @@ def _launch(
 ) -> None:
     block_size, num_kv_heads = key_cache.shape[1:3]
     half = len(turns.turns)
-    # Rings are as long as the device says; block rows are as wide as the longest.
-    grid = (len(table), triton.cdiv(block_table.shape[1] * block_size, KEYS), num_kv_heads)
+    # Hardly a step turns a ring, and the host does not know which: one program each, and head.
+    grid = (len(table), num_kv_heads)
     _turn[grid](
         key_cache,
         table,
@@ -158,34 +158,35 @@ def _turn(
         if target == num_fallbacks(before - 1, capacity, limit):
             return
     # From here on the ring is full: the limit is beyond the capacity.
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = sink + n
-    if IS_LAST:
-        position = last - (last - c) % ring  # the newest that has this compact index
-        # What was there before the step has been turned to its first token.
-        fallen = num_fallbacks(tl.maximum(position, before), capacity, limit)
-        by = (fallen - target) * (limit - capacity)
-    else:
-        by = tl.zeros([BLOCK_N], tl.int32) - (limit - capacity)
-    is_turned = (n < ring) & (by != 0)
-
+    head_at = key_cache + tl.program_id(1).to(tl.int64) * key_cache_head
     blocks = block_table + row * block_table_row
-    block = tl.load(blocks + c // BLOCK_SIZE, mask=is_turned, other=0).to(tl.int64)
-    at = key_cache + block * key_cache_block + (c % BLOCK_SIZE) * key_cache_entry
-    at += tl.program_id(2) * key_cache_head
     i = tl.arange(0, BLOCK_D)
-    # Both of a pair in one thread: another might have written the one before this reads it.
-    if IS_NEOX:
-        a_at = at[:, None] + i[None, :]
-        b_at = a_at + HALF
-    else:
-        a_at = at[:, None] + 2 * i[None, :]
-        b_at = a_at + 1
-    mask = is_turned[:, None] & (i < HALF)[None, :]
     turn = tl.load(turns + i, mask=i < HALF, other=0)
-    cos, sin = cos_sin(by[:, None], turn[None, :])
-    a = tl.load(a_at, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(b_at, mask=mask, other=0.0).to(tl.float32)
-    element: tl.constexpr = key_cache.dtype.element_ty
-    tl.store(a_at, (a * cos - b * sin).to(element), mask=mask)
-    tl.store(b_at, (b * cos + a * sin).to(element), mask=mask)
+    for start in range(0, ring, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        c = sink + n
+        if IS_LAST:
+            position = last - (last - c) % ring  # the newest that has this compact index
+            # What was there before the step has been turned to its first token.
+            fallen = num_fallbacks(tl.maximum(position, before), capacity, limit)
+            by = (fallen - target) * (limit - capacity)
+        else:
+            by = tl.zeros([BLOCK_N], tl.int32) - (limit - capacity)
+        is_turned = (n < ring) & (by != 0)
+
+        block = tl.load(blocks + c // BLOCK_SIZE, mask=is_turned, other=0).to(tl.int64)
+        at = head_at + block * key_cache_block + (c % BLOCK_SIZE) * key_cache_entry
+        # Both of a pair in one thread: another might have written the one before this reads it.
+        if IS_NEOX:
+            a_at = at[:, None] + i[None, :]
+            b_at = a_at + HALF
+        else:
+            a_at = at[:, None] + 2 * i[None, :]
+            b_at = a_at + 1
+        mask = is_turned[:, None] & (i < HALF)[None, :]
+        cos, sin = cos_sin(by[:, None], turn[None, :])
+        a = tl.load(a_at, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(b_at, mask=mask, other=0.0).to(tl.float32)
+        element: tl.constexpr = key_cache.dtype.element_ty
+        tl.store(a_at, (a * cos - b * sin).to(element), mask=mask)
+        tl.store(b_at, (b * cos + a * sin).to(element), mask=mask)

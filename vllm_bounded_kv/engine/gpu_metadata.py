@@ -62,6 +62,7 @@ class BoundedGPUMetadataBuilder(AttentionMetadataBuilder[BoundedGPUMetadata]):
         assert policy is not None
         self.block_size: int = kv_cache_spec.block_size
         self.position_limit = policy.position_limit
+        self._max_capacity = policy.largest.capacity  # below the position limit
         self.turns: Turns | None = None
         """Set by the worker, where positions fall back: only it knows the model."""
         scheduler = vllm_config.scheduler_config
@@ -83,8 +84,9 @@ class BoundedGPUMetadataBuilder(AttentionMetadataBuilder[BoundedGPUMetadata]):
         rows = common.block_table_tensor[:num_rows]
         blocks = rows[:, HEADER_LEN:]
         sink, ring = rows[:, SINK], rows[:, RING]
-        # vLLM's profiling of step costs fills rows with block ids, headers too.
-        is_stream = sink.long() + ring <= blocks.shape[1] * self.block_size
+        # vLLM's profiling of step costs fills rows with block ids, headers too: what no stream can
+        # be is none. Others are played as streams, over blocks that nobody holds by then.
+        is_stream = sink.long() + ring <= self._max_capacity
         plan = plan_paged(
             sink=sink,
             ring=torch.where(is_stream, ring, 0),

@@ -15,9 +15,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_bounded_kv.attention.paged import Turns
 from vllm_bounded_kv.engine import compat, rope
+from vllm_bounded_kv.engine.bounded_worker import BoundedWorkerMixin
 from vllm_bounded_kv.engine.gpu_backend import BoundedGPUAttentionBackend
 from vllm_bounded_kv.engine.gpu_metadata import BoundedGPUMetadataBuilder
-from vllm_bounded_kv.engine.worker import BoundedWorkerMixin
 
 logger = init_logger("vllm.bounded_kv.worker")
 
@@ -35,6 +35,8 @@ class BoundedGPUWorker(BoundedWorkerMixin, Worker):
             "with those of a CPU."
         )
         backend = self.backend
+        # For good: the runner itself asks for specs when it profiles its graphs.
+        backend.policy = self.bounded_policy
         # For good: the config names CUSTOM, and so does whatever asks for it later.
         register_backend(
             AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from vllm_bounded_kv.engine import rope
 from vllm_bounded_kv.engine.policy import ABSOLUTE, EnginePolicy, PolicyError
 
@@ -111,7 +113,11 @@ def _on_device(config: VllmConfig) -> list[tuple[bool, str, str]]:
         ]
     backend = config.attention_config.backend
     return [
-        (device != "cuda", f"device {device!r}", "Use a CPU or a CUDA GPU."),
+        (
+            device != "cuda" or torch.version.hip is not None,
+            f"device {device!r}{' of ROCm' if torch.version.hip else ''}",
+            "Use a CPU or a CUDA GPU.",
+        ),
         (
             not config.use_v2_model_runner,
             "vLLM's V1 model runner on GPUs",
@@ -119,8 +125,9 @@ def _on_device(config: VllmConfig) -> list[tuple[bool, str, str]]:
         ),
         (
             backend is not None or bool(config.attention_config.backend_per_kind),
-            f"--attention-backend {getattr(backend, 'name', backend)}: it brings its own",
-            "Remove the flag.",
+            f"another attention backend ({getattr(backend, 'name', backend)}): it brings its own",
+            "Remove --attention-backend; where the model's own settings ask for it, serve it "
+            "without --kv-plugin.",
         ),
         (
             config.speculative_config is not None,

@@ -55,7 +55,7 @@ class BoundedAttentionSpec(AttentionSpec):
 
 def bounded_spec(spec: AttentionSpec, policy: EnginePolicy) -> AttentionSpec:
     """The bounded version of a full-attention layer's spec; any other spec is left alone."""
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) is not FullAttentionSpec or spec.head_size_v != spec.head_size:
         return spec
     return replace_as(
         spec,

@@ -1,0 +1,82 @@
+"""What a worker of any device does: bound every layer's cache, and refuse what cannot be bounded.
+
+Imports no worker of vLLM's: the CPU's replaces parts of torch as it is imported, streams and events
+of CUDA among them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from vllm_bounded_kv.engine.policy import PolicyError
+from vllm_bounded_kv.engine.refusals import UnsupportedError
+from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.worker_base import WorkerBase as _Worker
+else:
+    _Worker = object
+
+
+class BoundedWorkerMixin(_Worker):
+    """Put before vLLM's worker of the device."""
+
+    backend: ClassVar[Any]
+    """The attention backend, whose `customize_spec` bounds layers while its `policy` is set."""
+    vllm_config: VllmConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        policy = policy_of(self.vllm_config)
+        assert policy is not None
+        self.bounded_policy = policy
+        self.specs: dict[str, KVCacheSpec] = {}
+        """Of every attention layer, by its name."""
+
+    def has_shared_layers(self) -> bool:
+        """Whether layers read other layers' caches."""
+        raise NotImplementedError
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        """Every layer's spec, bounded.
+
+        Raises:
+            UnsupportedError: when a layer's cache is of a kind the plugin cannot bound.
+        """
+        before, self.backend.policy = self.backend.policy, self.bounded_policy
+        try:
+            specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
+        finally:
+            self.backend.policy = before
+        if self.has_shared_layers():
+            raise UnsupportedError("cross-layer KV sharing", "Serve it without --kv-plugin.")
+        for name, spec in specs.items():
+            if not isinstance(spec, BoundedAttentionSpec):
+                raise UnsupportedError(
+                    f"layer {name!r}, whose cache is a {type(spec).__name__}",
+                    "Serve this model without --kv-plugin.",
+                )
+        self.specs = specs
+        return specs
+
+    def determine_available_memory(self) -> int:
+        """vLLM's figure, checked against one slot before vLLM explains the shortage in terms of
+        a model length that does not matter here."""
+        available: int = super().determine_available_memory()  # type: ignore[misc]
+        specs = [s for s in self.specs.values() if isinstance(s, BoundedAttentionSpec)]
+        num_blocks = available // sum(s.page_size_bytes for s in specs)
+        needed = specs[0].slot_blocks + 1  # and vLLM's null block
+        if num_blocks < needed:
+            largest = self.bounded_policy.largest
+            raise PolicyError(
+                "sink + window",
+                largest.capacity,
+                f"needs {needed} blocks of {specs[0].block_size} entries, but the cache memory "
+                f"({available:,} bytes) holds {num_blocks}; lower --bounded-kv-window, or raise "
+                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE on CPU)",
+            )
+        return available
