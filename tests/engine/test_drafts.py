@@ -96,6 +96,11 @@ def test_a_session_whose_turns_end_within_accepted_drafts(
                 pieces = [random_prompt(4 + i, seed=i) for i in range(12)]
                 turns = await talk(llm, f"s{window}", pieces, 23, kv_sink=sink, kv_window=window)
                 expect_exact_turns(oracle, turns, sink, window)
+            # Pieces of one token, to and beyond a boundary: vLLM would pad them with drafts.
+            pieces = [random_prompt(SESSION_LIMIT - 6, seed=1)]
+            pieces += [random_prompt(1, seed=seed) for seed in range(2, 22)]
+            turns = await talk(llm, "single", pieces, 1)
+            expect_exact_turns(oracle, turns, SINK, WINDOW)
         finally:
             llm.shutdown()
 

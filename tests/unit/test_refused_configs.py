@@ -126,6 +126,14 @@ def test_refused(config: Any, part: str, said: dict[str, Any], message: str) -> 
         check_engine(pretending(config, part, **said), POLICY)
 
 
+def test_drafts_in_a_pipeline(plugin: None, engine_args: Any) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    args = engine_args({}, pipeline_parallel_size=2, enforce_eager=False, speculative_config=ngram)
+    message = r"speculative decoding with --pipeline-parallel-size yet\. Remove one of the two\."
+    with pytest.raises(UnsupportedError, match=message):
+        args.create_engine_config()
+
+
 @pytest.fixture
 def gpu_config(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """As vLLM would make it on a GPU, where its V2 runner is the default."""

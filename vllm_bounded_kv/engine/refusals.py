@@ -55,6 +55,11 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
             "Use --no-async-scheduling.",
         ),
         (
+            speculative is not None and parallel.pipeline_parallel_size > 1,
+            "speculative decoding with --pipeline-parallel-size yet",
+            "Remove one of the two.",
+        ),
+        (
             config.kv_transfer_config is not None,
             "KV connectors and offloading (--kv-transfer-config, --kv-offloading-size)",
             "Remove the flag.",

@@ -46,7 +46,17 @@ class BoundedSchedulerMixin:
         self.bounded_manager = manager
         self._wraps_of_released = 0
         self._wraps_read = 0
+        self._draft_only_what_is_drafted()
         self._set_slots()
+
+    def _draft_only_what_is_drafted(self) -> None:
+        """Keep vLLM from padding a request of one token with drafts that are none: nobody cuts them
+        where positions fall back. It does so for CUDA graphs, unless drafts go by the size of the
+        batch: so they do, the same for each."""
+        num_drafts = self.bounded_policy.num_draft_tokens
+        if num_drafts and self.dynamic_sd_lookup is None:  # type: ignore[has-type]
+            max_rows = self.vllm_config.scheduler_config.max_num_seqs  # type: ignore[attr-defined]
+            self.dynamic_sd_lookup = [num_drafts] * (max_rows + 1)
 
     def _set_slots(self) -> None:
         spec = self.bounded_manager.kv_cache_spec
