@@ -38,11 +38,6 @@ def gpu_rows() -> Iterator[dict[str, Any]]:
                 torch.cuda.empty_cache()
 
 
-def device_name() -> str:
-    """Of the GPU that is measured."""
-    return torch.cuda.get_device_name()
-
-
 def _row(batch: int, window: int, num_tokens: int, bandwidth: float) -> dict[str, Any]:
     entries = SINK + window + num_tokens
     layer_bytes = batch * KV_HEADS * entries * 2 * HEAD_DIM * DTYPE.itemsize

@@ -1,8 +1,9 @@
 """Attention over a slot pool on GPUs: two or three Triton kernels per layer, nothing gathered.
 
-`launches` turns a call into kernels, grids and arguments by shapes and addresses alone; the plan's
-values are read from its table on the device. So nothing waits for the device, nothing is allocated
-but `out` where none is given, and a captured CUDA graph serves every step of the same shapes.
+`attend_launches` and `store_launch` turn a call into kernels, grids and arguments by shapes and
+addresses alone; the plan's values are read from its table on the device. So nothing waits for the
+device, nothing is allocated but `out` where none is given, and a captured CUDA graph serves every
+step of the same shapes.
 
 Products of operands that are all of one half precision are taken as they are, the softmax weights
 rounded to it (as FlashAttention does); where dtypes differ operands are widened to float32. Sums

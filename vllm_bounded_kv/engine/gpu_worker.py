@@ -35,9 +35,9 @@ class BoundedGPUWorker(BoundedWorkerMixin, Worker):
             "with those of a CPU."
         )
         backend = self.backend
-        # For good: the runner itself asks for specs when it profiles its graphs.
+        # Both for good: the runner itself asks for specs when it profiles its graphs, and the
+        # config names CUSTOM to whoever asks later.
         backend.policy = self.bounded_policy
-        # For good: the config names CUSTOM, and so does whatever asks for it later.
         register_backend(
             AttentionBackendEnum.CUSTOM, f"{backend.__module__}.{backend.__qualname__}"
         )
