@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import select
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ INSTALL: list[tuple[Callable[[], None], list[str]]] = [
     (compat.install_engine_core_hooks, ["EngineCore.preprocess_add_request"]),
     (lambda: compat.install_endpoint(ignore), ["vllm.plugins.load_endpoint_plugins"]),
     (compat.forget_sent_text, ["BaseIncrementalDetokenizer.get_next_output_text"]),
+    (compat.drain_notifications, ["SpinCondition.record_read"]),
     (
         compat.leave_rows_without_adapter_alone,
         [f"{module}.bgmv_{name}" for module in LORA_MODULES for name in LORA_OPS],
@@ -48,14 +51,24 @@ PATCHED = [target for _, targets in INSTALL for target in targets]
 
 def owner_of(target: str) -> Any:
     import vllm.plugins
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
     from vllm.v1.engine.input_processor import InputProcessor
 
-    classes = (EngineArgs, AsyncLLM, EngineCore, InputProcessor, BaseIncrementalDetokenizer)
-    owners: dict[str, Any] = {owner.__name__: owner for owner in classes}
+    owners: dict[str, Any] = {
+        owner.__name__: owner
+        for owner in (
+            EngineArgs,
+            AsyncLLM,
+            EngineCore,
+            InputProcessor,
+            BaseIncrementalDetokenizer,
+            SpinCondition,
+        )
+    }
     modules = {name: importlib.import_module(name) for name in LORA_MODULES}
     return {**owners, **modules, "vllm.plugins": vllm.plugins}[target.rpartition(".")[0]]
 
@@ -318,3 +331,42 @@ def test_rows_without_adapter_are_left_alone(stock_vllm: None, name: str) -> Non
     some = outputs([-1, 0, 1, 0, -1])
     assert torch.equal(some[1:4], stock[1:4])
     assert not some[[0, 4]].any()
+
+
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_reader_that_never_waits_leaves_no_commands_in_its_socket(
+    stock_vllm: None, patched: bool
+) -> None:
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.utils.network_utils import get_open_zmq_ipc_path
+
+    if patched:
+        compat.drain_notifications()
+    with zmq.Context() as context:
+        address = get_open_zmq_ipc_path()
+        writer = SpinCondition(False, context, address)
+        reader = SpinCondition(True, context, address)
+        sockets = [
+            writer.local_notify_socket,
+            reader.local_notify_socket,
+            reader.read_cancel_socket,
+            reader.write_cancel_socket,
+        ]
+        try:
+            commands = reader.local_notify_socket.getsockopt(zmq.FD)
+            deadline = time.monotonic() + 60
+            reader.busy_loop_s = 0
+            while reader.local_notify_socket.poll(10) == 0:  # until it has subscribed
+                writer.notify()
+                assert time.monotonic() < deadline
+            while reader.local_notify_socket.poll(200):  # a reader that has gone to sleep
+                reader.wait()
+            writer.notify()
+            assert select.select([commands], [], [], 60)[0]
+            reader.record_read()
+            assert bool(select.select([commands], [], [], 0)[0]) is not patched
+            assert reader.local_notify_socket.poll(60_000)  # still there for who would wait
+        finally:
+            for socket in sockets:
+                socket.close(linger=0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
+from vllm_bounded_kv.engine import compat
 from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.refusals import UnsupportedError
 from vllm_bounded_kv.engine.settings import policy_of
@@ -31,6 +32,7 @@ class BoundedWorkerMixin(_Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        compat.drain_notifications()
         policy = policy_of(self.vllm_config)
         assert policy is not None
         self.bounded_policy = policy

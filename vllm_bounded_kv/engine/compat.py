@@ -322,6 +322,28 @@ def forget_sent_text() -> None:
     _wrap(BaseIncrementalDetokenizer, "get_next_output_text", make)
 
 
+def drain_notifications() -> None:
+    """Patch: `SpinCondition.record_read`. A process that reads its queue often never looks at the
+    socket that would wake it, yet each message written to the queue sends it a command, and ZeroMQ
+    keeps commands until somebody looks, `ZMQ_CONFLATE` or not (its issue 3171): an engine and its
+    workers grow by 64 bytes a step each for as long as they are never idle. Asking the socket for
+    its events takes them, in microseconds, and leaves the notification itself.
+
+    Remove when vLLM's readers look at the socket under load.
+    """
+    import zmq
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def record_read(self: Any) -> None:
+            original(self)
+            self.local_notify_socket.getsockopt(zmq.EVENTS)
+
+        return record_read
+
+    _wrap(SpinCondition, "record_read", make)
+
+
 def leave_rows_without_adapter_alone() -> None:
     """Patch: `bgmv_shrink`, `bgmv_expand` and `bgmv_expand_slice` of the CPU's LoRA operations. A
     row of the base model has adapter -1, which they take for the last adapter in the batch's

@@ -35,6 +35,7 @@ class BoundedSchedulerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         compat.install_engine_core_hooks()
+        compat.drain_notifications()
         policy = policy_of(self.vllm_config)  # type: ignore[attr-defined]
         assert policy is not None
         self.bounded_policy: EnginePolicy = policy
