@@ -1,0 +1,1 @@
+"""How the voice is made: corpus, codec, language model. Nothing here is needed to speak."""

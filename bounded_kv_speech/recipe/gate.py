@@ -1,0 +1,88 @@
+"""`python -m bounded_kv_speech.recipe.gate`: is speech understood after the codec as before it?
+
+Sentences never learned from, in the voices built in, heard by the judge as the teacher says them,
+as the frames read off the teacher's sound say them (the best that a codec of such frames could do),
+and as the codec resynthesises them.
+The language model is not worth training before the two are close.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from bounded_kv_speech import fsq
+from bounded_kv_speech.codec import CodecConfig
+from bounded_kv_speech.decode import decode_at_once
+from bounded_kv_speech.features import features
+from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
+from bounded_kv_speech.recipe import text
+from bounded_kv_speech.recipe.envelopes import envelopes
+from bounded_kv_speech.recipe.judge import Judge, word_error_rate
+from bounded_kv_speech.recipe.teacher import BUILT_IN, Teacher
+from bounded_kv_speech.recipe.train_codec import Codec
+from bounded_kv_speech.synth import Voicing, synthesise
+
+MARGIN = 0.05
+KINDS = ("teacher", "frames", "codec")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the word error rates; exit status 1 when the codec misses the gate."""
+    parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.gate")
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
+    parser.add_argument("--sentences", type=int, default=100, help="in turn in each voice")
+    args = parser.parse_args(argv)
+    _, unseen = text.split(text.sentences(text.download(args.work / "text")))
+    codec = Codec(CodecConfig())
+    codec.load_state_dict(torch.load(args.work / "codec.pt", weights_only=True)["codec"])
+    codec.eval()
+    teacher, judge = Teacher(), Judge()
+    heard: dict[str, list[tuple[str, dict[str, str]]]] = {name: [] for name in BUILT_IN}
+    chosen = unseen[: args.sentences]
+    for i, sentence in enumerate(tqdm(chosen, unit=" sentences", file=sys.stderr)):
+        name = list(BUILT_IN)[i % len(BUILT_IN)]
+        said = [teacher.say(p, BUILT_IN[name], i) for p in teacher.phonemes(sentence)]
+        samples = np.concatenate([each.samples for each in said])
+        frames = [envelopes(each.samples, each.pulses, each.f0) for each in said]
+        sounds = {
+            "teacher": samples,
+            "frames": synthesise(
+                Voicing.begin(np.zeros(1, np.uint64)), np.concatenate(frames)[None]
+            )[0],
+            "codec": _through(codec, samples),
+        }
+        heard[name].append((sentence, {kind: judge.hear(sounds[kind]) for kind in sounds}))
+    everything = [row for rows in heard.values() for row in rows]
+    figures = {
+        name: {
+            kind: round(word_error_rate((said, texts[kind]) for said, texts in rows), 3)
+            for kind in KINDS
+        }
+        for name, rows in [*heard.items(), ("all", everything)]
+        if rows
+    }
+    print(json.dumps({"sentences": len(everything), "wer": figures}))
+    return int(figures["all"]["codec"] > figures["all"]["teacher"] + MARGIN)
+
+
+def _silence() -> Voicing:
+    return Voicing.begin(np.zeros(1, np.uint64))
+
+
+@torch.no_grad()
+def _through(codec: Codec, samples: Floats) -> Floats:
+    spectra = torch.from_numpy(features(samples))
+    length = len(spectra) // FRAMES_PER_CODE * FRAMES_PER_CODE
+    codes = fsq.to_codes(codec.encoder(spectra[None, :length]))[0]
+    return decode_at_once(codec.decoder, codes.tolist())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

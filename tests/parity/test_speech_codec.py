@@ -1,0 +1,130 @@
+"""The embedded voice's codec, frame by frame, batched, is the codec at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from bounded_kv_speech import fsq
+from bounded_kv_speech.codec import QUERY_WINDOW, CodecConfig, Decoder
+from bounded_kv_speech.decode import StreamingDecoder, decode_at_once
+from bounded_kv_speech.frames import CODE_SAMPLES, NUM_HARMONIC, NUM_NOISE
+
+STEP_16_BITS = 1 / 32768
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    decoder = Decoder(CodecConfig(width=32, decoder_layers=2, heads=2))
+    # As loud and as voiced as speech is: log amplitudes, a pitch about 150 Hz, voiced at times.
+    decoder.mean[:NUM_HARMONIC] = -4.0
+    decoder.mean[NUM_HARMONIC : NUM_HARMONIC + NUM_NOISE] = -6.0
+    decoder.mean[-2:] = torch.tensor([5.0, 0.5])
+    decoder.scale[-2:] = torch.tensor([0.3, 1.0])
+    return decoder
+
+
+def codes_of(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(fsq.NUM_CODES, size=count).tolist()
+
+
+def cut(codes: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Pieces of the sizes given, in turn, for as long as there are codes."""
+    pieces, start, turn = [], 0, 0
+    while start < len(codes):
+        pieces.append(codes[start : start + sizes[turn % len(sizes)]])
+        start, turn = start + sizes[turn % len(sizes)], turn + 1
+    return pieces
+
+
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1, 7], [QUERY_WINDOW + 4]], ids=str)
+def test_any_chunks_are_the_stream_at_once(decoder: Decoder, sizes: list[int]) -> None:
+    codes = codes_of(1, 90)
+    streams = StreamingDecoder(decoder, 2)
+    streams.open("a", seed=5)
+    sound = np.concatenate([streams.step({"a": piece})["a"] for piece in cut(codes, sizes)])
+    whole = decode_at_once(decoder, codes, seed=5)
+    assert len(sound) == len(codes) * CODE_SAMPLES
+    assert np.abs(sound - whole).max() < STEP_16_BITS
+    assert np.abs(whole).max() > 0.01  # it is not silence that is compared
+
+
+def test_streams_of_any_age_share_a_batch(decoder: Decoder) -> None:
+    """Streams come, go and give their slots on; each sounds as it does alone."""
+    rng = np.random.default_rng(3)
+    streams = StreamingDecoder(decoder, 3)
+    left: dict[str, list[int]] = {}
+    whole: dict[str, list[int]] = {}
+    heard: dict[str, list[np.ndarray]] = {}
+    for number in range(9):
+        name = f"s{number}"
+        whole[name] = codes_of(number, int(rng.integers(3, 40)))
+    waiting = list(whole)
+    while waiting or left:
+        while waiting and len(left) < 3:
+            name = waiting.pop(0)
+            streams.open(name, seed=len(whole[name]))
+            left[name], heard[name] = list(whole[name]), []
+        chosen = [name for name in left if rng.random() < 0.7]
+        step = {name: left[name][: int(rng.integers(1, 4))] for name in chosen}
+        for name, samples in streams.step(step).items():
+            heard[name].append(samples)
+            del left[name][: len(step[name])]
+            if not left[name]:
+                del left[name]
+                streams.close(name)
+    for name, codes in whole.items():
+        alone = decode_at_once(decoder, codes, seed=len(codes))
+        assert np.abs(np.concatenate(heard[name]) - alone).max() < STEP_16_BITS
+
+
+def test_pulses_keep_their_phase_for_an_hour(decoder: Decoder) -> None:
+    """The same codes over and over, in a batch and alone, far down the stream."""
+    streams, alone = StreamingDecoder(decoder, 2), StreamingDecoder(decoder, 1)
+    for each in (streams, alone):
+        each.open("a")
+    streams.open("b")
+    codes = codes_of(7, 1000)
+    for _ in range(6):
+        together = streams.step({"a": codes, "b": codes[::-1]})["a"]
+        difference = np.abs(together - alone.step({"a": codes})["a"]).max()
+        assert difference < STEP_16_BITS / 100
+
+
+def test_nothing_far_back_is_heard(decoder: Decoder) -> None:
+    """Each layer looks `QUERY_WINDOW` codes back, so two layers twice that."""
+    codes = codes_of(2, 60)
+    other = [(code + 1) % fsq.NUM_CODES if i == 0 else code for i, code in enumerate(codes)]
+    points = fsq.to_points(torch.tensor([codes, other])).double()
+    from bounded_kv_speech.codec import attend_at_once
+
+    positions = torch.arange(60).expand(2, -1)
+    frames = decoder.double()(points, positions, attend_at_once)
+    differs = (frames[0] - frames[1]).abs().amax(-1).reshape(60, -1).amax(-1) > 1e-12
+    assert differs[: QUERY_WINDOW + 1].any()
+    assert not differs[2 * QUERY_WINDOW + 1 :].any()
+
+
+def test_what_is_refused_changes_nothing(decoder: Decoder) -> None:
+    streams = StreamingDecoder(decoder, 1)
+    streams.open("a")
+    codes = codes_of(4, 8)
+    first = streams.step({"a": codes[:4]})["a"]
+    with pytest.raises(ValueError, match="open already"):
+        streams.open("a")
+    with pytest.raises(ValueError, match=r"codes must be in \[0, "):
+        streams.step({"a": [fsq.NUM_CODES]})
+    with pytest.raises(ValueError, match="one or more"):
+        streams.step({"a": []})
+    with pytest.raises(KeyError):
+        streams.step({"z": codes})
+    streams.open("b")
+    with pytest.raises(RuntimeError, match="max_slots"):
+        streams.step({"a": codes[4:], "b": codes})
+    rest = streams.step({"a": codes[4:]})["a"]
+    whole = decode_at_once(decoder, codes)
+    assert np.abs(np.concatenate([first, rest]) - whole).max() < STEP_16_BITS
