@@ -15,9 +15,8 @@ from torch.nn import functional
 
 from bounded_kv_speech import fsq
 from bounded_kv_speech.features import NUM_FEATURES
-from bounded_kv_speech.frames import FRAMES_PER_CODE, NUM_HARMONIC, NUM_NOISE
+from bounded_kv_speech.frames import FRAMES_PER_CODE, NUM_VALUES
 
-NUM_VALUES = NUM_HARMONIC + NUM_NOISE + 2
 QUERY_WINDOW = 15
 """Codes before its own that a code sees: 375 ms."""
 ROPE_BASE = 100.0

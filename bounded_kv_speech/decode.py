@@ -26,7 +26,6 @@ from vllm_bounded_kv import (
     StreamPosition,
 )
 from vllm_bounded_kv.manager import BoundedKVManager
-from vllm_bounded_kv.step_plan import StepPlan
 
 
 class StreamingDecoder:
@@ -50,7 +49,6 @@ class StreamingDecoder:
             )
         )
         self._manager = BoundedKVManager.build(spec)
-        self._plan = StepPlan(max_streams)
         self._voicing = Voicing.begin(np.zeros(max_streams, np.uint64))
         self._positions: dict[str, StreamPosition] = {}
         self._seeds: dict[str, int] = {}
@@ -91,7 +89,7 @@ class StreamingDecoder:
             for name in given.keys() - before:
                 self._manager.release(name)
             raise RuntimeError(refusals[0].message)
-        plan = self._manager.plan(step, into=self._plan).select(range(len(segments)))
+        plan = self._manager.plan(step)
         counts = np.array([count for _, count in segments])
         padded = torch.zeros(len(segments), int(counts.max()), dtype=torch.long)
         for row, values in enumerate(given.values()):

@@ -21,6 +21,9 @@ CODE_RATE = SAMPLE_RATE // CODE_SAMPLES
 
 NUM_HARMONIC, NUM_NOISE = 64, 32
 """Bands of the two envelopes, evenly spaced in mel from 0 Hz to half the sample rate."""
+NUM_VALUES = NUM_HARMONIC + NUM_NOISE + 2
+"""Of a frame: log amplitude of a harmonic by band, log deviation of the noise by band, log f0
+(in Hz) and voicing (1: voiced)."""
 MIN_F0, MAX_F0 = 50.0, 500.0
 """In Hz. A pitch below the first is none."""
 
@@ -45,11 +48,15 @@ def bin_frequencies(fft_size: int) -> Floats:
     return np.fft.rfftfreq(fft_size, 1 / SAMPLE_RATE).astype(np.float32)
 
 
+def interpolation(known: Floats, wanted: Floats) -> Floats:
+    """Matrix `[len(known), len(wanted)]`: from values at some frequencies to those at others."""
+    rows = [np.interp(wanted, known, one) for one in np.eye(len(known))]
+    return np.asarray(rows, np.float32)
+
+
 def from_bands(num_bands: int, fft_size: int) -> Floats:
     """Matrix `[num_bands, fft_size / 2 + 1]`: linear interpolation from bands to bins."""
-    centres, bins = band_centres(num_bands), bin_frequencies(fft_size)
-    rows = [np.interp(bins, centres, one) for one in np.eye(num_bands)]
-    return np.asarray(rows, np.float32)
+    return interpolation(band_centres(num_bands), bin_frequencies(fft_size))
 
 
 def to_bands(num_bands: int, fft_size: int) -> Floats:

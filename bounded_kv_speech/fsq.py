@@ -13,6 +13,11 @@ NUM_CODES = prod(LEVELS)
 _MARGIN = 1e-3
 
 
+def _weights(x: Tensor) -> Tensor:
+    """Of the digits of a code, the first the lowest."""
+    return torch.tensor([prod(LEVELS[:i]) for i in range(len(LEVELS))], device=x.device)
+
+
 def _constants(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     levels = torch.tensor(LEVELS, dtype=x.dtype, device=x.device)
     half = (levels - 1) * (1 + _MARGIN) / 2
@@ -32,13 +37,11 @@ def to_codes(points: Tensor) -> Tensor:
     """Codes `[...]`, int64, of grid points `[..., D]`."""
     levels, _, _ = _constants(points)
     digits = (points * (levels // 2) + levels // 2).round().long()
-    weights = torch.tensor([prod(LEVELS[:i]) for i in range(len(LEVELS))], device=points.device)
-    return (digits * weights).sum(-1)
+    return (digits * _weights(points)).sum(-1)
 
 
 def to_points(codes: Tensor) -> Tensor:
     """Grid points `[..., D]`, float32, of codes `[...]`."""
-    weights = torch.tensor([prod(LEVELS[:i]) for i in range(len(LEVELS))], device=codes.device)
     levels = torch.tensor(LEVELS, device=codes.device)
-    digits = codes[..., None] // weights % levels
+    digits = codes[..., None] // _weights(codes) % levels
     return (digits - levels // 2).float() / (levels // 2)

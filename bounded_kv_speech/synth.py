@@ -23,6 +23,7 @@ from bounded_kv_speech.frames import (
     MIN_F0,
     NUM_HARMONIC,
     NUM_NOISE,
+    NUM_VALUES,
     SAMPLE_RATE,
     Floats,
     from_bands,
@@ -31,9 +32,6 @@ from bounded_kv_speech.frames import (
 WINDOW_SIZE = 2 * HOP
 HIGHEST = 11_000.0
 """Hz; harmonics above are left out."""
-LATENCY = HOP
-"""Samples by which sound is later than its frames."""
-NUM_VALUES = NUM_HARMONIC + NUM_NOISE + 2
 _WINDOW = np.sin(np.pi * (np.arange(WINDOW_SIZE) + 0.5) / WINDOW_SIZE).astype(np.float32)
 _HARMONIC, _NOISE = from_bands(NUM_HARMONIC, WINDOW_SIZE), from_bands(NUM_NOISE, WINDOW_SIZE)
 _LOUDEST = 3.0

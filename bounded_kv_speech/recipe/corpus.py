@@ -48,13 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     seen, _ = text.split(text.sentences(text.download(args.work / "text")))
     wanted, done, number = args.hours * 3600, 0.0, 0
     with (
-        get_context("spawn").Pool(args.processes) as pool,
+        get_context("spawn").Pool(args.processes, _begin, (folder, seen)) as pool,
         tqdm(total=round(wanted), unit="s of speech", file=sys.stderr) as bar,
     ):
         while done < wanted:
-            jobs = [(folder, number + i, seen) for i in range(args.processes)]
-            seconds = sum(pool.map(_make, jobs))
-            done, number = done + seconds, number + len(jobs)
+            numbers = range(number, number + args.processes)
+            done, number = done + sum(pool.map(_make, numbers)), numbers.stop
             bar.update(round(done) - bar.n)
     return 0
 
@@ -75,13 +74,21 @@ def load(folder: Path) -> Shard:
     )
 
 
+_folder: Path
+_sentences: list[str]
 _teacher: Teacher | None = None
 
 
-def _make(job: tuple[Path, int, list[str]]) -> float:
+def _begin(folder: Path, sentences: list[str]) -> None:
+    """What a process of the pool is given once."""
+    global _folder, _sentences
+    _folder, _sentences = folder, sentences
+
+
+def _make(number: int) -> float:
+    """Write a shard, if it is not there; returns the seconds of its speech."""
     global _teacher
-    folder, number, sentences = job
-    path = folder / f"{number:05d}.npz"
+    path = _folder / f"{number:05d}.npz"
     if path.exists():
         return float(json.loads(path.with_suffix(".json").read_text())["seconds"])
     _teacher = _teacher or Teacher()
@@ -89,7 +96,7 @@ def _make(job: tuple[Path, int, list[str]]) -> float:
     for i in range(number * SHARD_SENTENCES, (number + 1) * SHARD_SENTENCES):
         rng = np.random.default_rng([1, i])
         voice, pace = any_voice(rng), float(rng.uniform(*PACES))
-        for phonemes in _teacher.phonemes(sentences[i % len(sentences)]):
+        for phonemes in _teacher.phonemes(_sentences[i % len(_sentences)]):
             utterance = _teacher.say(phonemes, voice, i, pace)
             targets = envelopes(utterance.samples, utterance.pulses, utterance.f0)
             length = len(targets) // FRAMES_PER_CODE * FRAMES_PER_CODE

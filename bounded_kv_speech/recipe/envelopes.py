@@ -14,16 +14,9 @@ from bounded_kv_speech.frames import MIN_F0, NUM_HARMONIC, NUM_NOISE, Floats, to
 
 REACH = 6
 """Bins on either side that share a gain: 120 Hz."""
-NUM_TARGETS = NUM_HARMONIC + NUM_NOISE + 2
-"""Log amplitude of a harmonic by band, log deviation of the noise by band, log f0, voiced."""
 FLOOR = 1e-5
-MASKED = 2.3
-"""Nepers (20 dB) below the other part of the sound a part cannot be heard: it is not to be
-learned."""
 _HARMONIC = to_bands(NUM_HARMONIC, FFT_SIZE)
 _NOISE = to_bands(NUM_NOISE, FFT_SIZE)
-_AMPLITUDE = 1.0
-"""Both spectra are of the same window, so a gain is an amplitude."""
 _NOISE_POWER = float(np.square(WINDOW).sum())
 _KERNEL = np.bartlett(2 * REACH + 3)[1:-1].astype(np.float32)
 
@@ -37,7 +30,7 @@ def _blur(x: np.ndarray) -> np.ndarray:
 
 
 def envelopes(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
-    """Targets `[F, NUM_TARGETS]` of `samples [N]` with `pulses [N]` and `f0 [F]` in Hz."""
+    """Frames `[F, NUM_VALUES]` of `samples [N]` with `pulses [N]` and `f0 [F]` in Hz."""
     sound, source = spectra(samples)[: len(f0)], spectra(pulses)[: len(f0)]
     f0 = f0[: len(sound)]
     cross, power = _blur(sound * source.conj()), _blur(np.square(np.abs(source)))

@@ -26,6 +26,7 @@ from bounded_kv_speech.frames import (
     NUM_NOISE,
     SAMPLE_RATE,
     band_centres,
+    interpolation,
 )
 from bounded_kv_speech.recipe.corpus import Shard, load
 
@@ -48,10 +49,8 @@ class Audible(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         low, high = band_centres(NUM_NOISE), band_centres(NUM_HARMONIC)
-        up = [np.interp(high, low, one) for one in np.eye(NUM_NOISE)]
-        down = [np.interp(low, high, one) for one in np.eye(NUM_HARMONIC)]
-        self.register_buffer("up", torch.tensor(np.array(up), dtype=torch.float32))
-        self.register_buffer("down", torch.tensor(np.array(down), dtype=torch.float32))
+        self.register_buffer("up", torch.from_numpy(interpolation(low, high)))
+        self.register_buffer("down", torch.from_numpy(interpolation(high, low)))
 
     def floors(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest log amplitude that matters, by harmonic band and by noise band."""
