@@ -16,6 +16,7 @@ from torch.nn import functional
 from bounded_kv_speech import fsq
 from bounded_kv_speech.features import NUM_FEATURES
 from bounded_kv_speech.frames import FRAMES_PER_CODE, NUM_VALUES
+from bounded_kv_speech.tokens import FIRST_CODE
 
 QUERY_WINDOW = 15
 """Codes before its own that a code sees: 375 ms."""
@@ -96,7 +97,10 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Grid points `[B, T, D]` to frames `[B, T * FRAMES_PER_CODE, NUM_VALUES]`."""
+    """Grid points and their marks to frames `[B, T * FRAMES_PER_CODE, NUM_VALUES]`.
+
+    Marks say which phone sounds (`tokens.py`), so that codes need to say but how.
+    """
 
     mean: Tensor
     scale: Tensor
@@ -110,15 +114,16 @@ class Decoder(nn.Module):
             nn.GELU(),
             nn.Linear(config.width, config.width),
         )
+        self.mark = nn.Embedding(FIRST_CODE, config.width)
         self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.decoder_layers))
         self.norm = nn.RMSNorm(config.width)
         self.outside = nn.Linear(config.width, FRAMES_PER_CODE * NUM_VALUES)
         self.register_buffer("mean", torch.zeros(NUM_VALUES))
         self.register_buffer("scale", torch.ones(NUM_VALUES))
 
-    def forward(self, points: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`positions [B, T]`: of the codes in their streams."""
-        x = self.inside(points)
+    def forward(self, points: Tensor, marks: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Of `points [B, T, D]`, `marks [B, T]` and `positions [B, T]` in their streams."""
+        x = self.inside(points) + self.mark(marks)
         rotation = rotation_at(positions, self.config.head_dim, x.dtype)
         for layer in self.layers:
             x = layer(x, rotation, attend)

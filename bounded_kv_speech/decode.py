@@ -1,4 +1,6 @@
-"""Codes in, sound out: streams of the codec, each in a slot of its own, however long they last.
+"""Tokens in, sound out: streams of the codec, each in a slot of its own, however long they last.
+
+Of the language model's tokens, codes sound; the others mark them (`tokens.py`).
 
 The decoder computes in float64. A pitch that differs in the last bits of float32, as it does from
 one size of batch to another, would put a stream's pulses out of phase in minutes.
@@ -7,17 +9,17 @@ one size of batch to another, would put a stream's pulses out of phase in minute
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from bounded_kv_speech import fsq
 from bounded_kv_speech.codec import QUERY_WINDOW, Decoder, attend_at_once
 from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
 from bounded_kv_speech.synth import Voicing, synthesise
+from bounded_kv_speech.tokens import FIRST_CODE, VOCAB_SIZE, VOICE, marks
 from vllm_bounded_kv import (
     BoundedKVConfig,
     BoundedKVSpec,
@@ -26,6 +28,24 @@ from vllm_bounded_kv import (
     StreamPosition,
 )
 from vllm_bounded_kv.manager import BoundedKVManager
+
+
+@dataclass
+class _Open:
+    """A stream: how far it is, the mark of its next code, and what its noise is made from."""
+
+    position: StreamPosition
+    mark: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a step's tokens come to: codes `[N]` with their marks `[N]`, and the mark after them."""
+
+    codes: np.ndarray
+    marks: np.ndarray
+    last: int
 
 
 class StreamingDecoder:
@@ -50,8 +70,7 @@ class StreamingDecoder:
         )
         self._manager = BoundedKVManager.build(spec)
         self._voicing = Voicing.begin(np.zeros(max_streams, np.uint64))
-        self._positions: dict[str, StreamPosition] = {}
-        self._seeds: dict[str, int] = {}
+        self._open: dict[str, _Open] = {}
 
     def open(self, name: str, seed: int = 0) -> None:
         """Begin a stream, whose noise is that of `seed`. It gets its slot with its first code.
@@ -59,54 +78,64 @@ class StreamingDecoder:
         Raises:
             ValueError: there is a stream of this name.
         """
-        if name in self._positions:
+        if name in self._open:
             raise ValueError(f"stream {name!r} is open already")
-        self._positions[name] = StreamPosition(0, 0)
-        self._seeds[name] = seed
+        self._open[name] = _Open(StreamPosition(0, 0), VOICE, seed)
 
     def close(self, name: str) -> None:
         """End a stream, and give its slot to another; of no effect if there is none."""
-        self._positions.pop(name, None)
-        self._seeds.pop(name, None)
+        self._open.pop(name, None)
         self._manager.release(name)
 
     @torch.no_grad()
-    def step(self, codes: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
-        """The next codes of some streams, one or more of each, to `[CODE_SAMPLES * n]` samples.
+    def step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Floats]:
+        """The next tokens of some streams to samples: `CODE_SAMPLES` of each code among them.
+
+        Streams without a code among their tokens are left out.
 
         Raises:
             KeyError: a stream that is not open.
-            ValueError: a code that is none.
+            ValueError: a token that is none.
             RuntimeError: more streams than there are slots.
         """
-        if not codes:
-            return {}
-        given = {name: _checked(name, values) for name, values in codes.items()}
-        segments = [(name, len(values)) for name, values in given.items()]
-        step = BoundedKVStep(segments, {name: self._positions[name] for name in given})
-        before = {name for name in given if self._manager.slot_of(name) is not None}
+        everything = {
+            name: _read(name, given, self._open[name].mark) for name, given in tokens.items()
+        }
+        said = {name: each for name, each in everything.items() if len(each.codes)}
+        sound = self._decode(said) if said else {}
+        for name, each in everything.items():
+            self._open[name].mark = each.last
+        return sound
+
+    def _decode(self, said: Mapping[str, _Said]) -> dict[str, Floats]:
+        segments = [(name, len(each.codes)) for name, each in said.items()]
+        step = BoundedKVStep(segments, {name: self._open[name].position for name in said})
+        before = {name for name in said if self._manager.slot_of(name) is not None}
         if refusals := self._manager.admit(step):
-            for name in given.keys() - before:
+            for name in said.keys() - before:
                 self._manager.release(name)
             raise RuntimeError(refusals[0].message)
         plan = self._manager.plan(step)
         counts = np.array([count for _, count in segments])
-        padded = torch.zeros(len(segments), int(counts.max()), dtype=torch.long)
-        for row, values in enumerate(given.values()):
-            padded[row, : len(values)] = values
-        starts = torch.tensor([self._positions[name].num_entries for name in given])
-        positions = starts[:, None] + torch.arange(padded.shape[1])
-        attend = partial(self._manager.attend, plan=plan)
-        frames = self.decoder(fsq.to_points(padded).double(), positions, attend).numpy()
+        codes, marked = (np.zeros((len(segments), counts.max()), np.int64) for _ in range(2))
+        for row, each in enumerate(said.values()):
+            codes[row, : len(each.codes)], marked[row, : len(each.codes)] = each.codes, each.marks
+        starts = torch.tensor([self._open[name].position.num_entries for name in said])
+        frames = self.decoder(
+            fsq.to_points(torch.from_numpy(codes)).double(),
+            torch.from_numpy(marked),
+            starts[:, None] + torch.arange(codes.shape[1]),
+            partial(self._manager.attend, plan=plan),
+        ).numpy()
         self._manager.commit(step)
-        slots = np.array([self._manager.slot_of(name) for name in given])
-        fresh = [i for i, name in enumerate(given) if name not in before]
-        seeds = [self._seeds[name] for name in given]
+        slots = np.array([self._manager.slot_of(name) for name in said])
+        fresh = [i for i, name in enumerate(said) if name not in before]
+        seeds = [self._open[name].seed for name in said]
         self._voicing.put(slots[fresh], Voicing.begin(np.array(seeds, np.uint64)[fresh]))
         for name, count in segments:
-            position = self._positions[name]
-            self._positions[name] = replace(position, written=position.written + count)
-        return self._sound(list(given), slots, counts, frames)
+            stream = self._open[name]
+            stream.position = replace(stream.position, written=stream.position.written + count)
+        return self._sound(list(said), slots, counts, frames)
 
     def _sound(
         self, names: list[str], slots: np.ndarray, counts: np.ndarray, frames: np.ndarray
@@ -122,22 +151,26 @@ class StreamingDecoder:
         return sound
 
 
-def _checked(name: str, values: Sequence[int]) -> Tensor:
-    codes = torch.as_tensor(values, dtype=torch.long)
-    if codes.dim() != 1 or not len(codes):
-        raise ValueError(f"stream {name!r}: codes must be a sequence of one or more")
-    if codes.min() < 0 or codes.max() >= fsq.NUM_CODES:
+def _read(name: str, tokens: Sequence[int], mark: int) -> _Said:
+    ids = np.asarray(tokens, np.int64)
+    if ids.ndim != 1 or not len(ids):
+        raise ValueError(f"stream {name!r}: tokens must be a sequence of one or more")
+    if ids.min() < 0 or ids.max() >= VOCAB_SIZE:
         raise ValueError(
-            f"stream {name!r}: codes must be in [0, {fsq.NUM_CODES}), "
-            f"got {int(codes.min())} to {int(codes.max())}"
+            f"stream {name!r}: tokens must be in [0, {VOCAB_SIZE}), "
+            f"got {int(ids.min())} to {int(ids.max())}"
         )
-    return codes
+    marked, sounds = marks(ids, mark), ids >= FIRST_CODE
+    return _Said(ids[sounds] - FIRST_CODE, marked[sounds], int(marked[-1]))
 
 
 @torch.no_grad()
-def decode_at_once(decoder: Decoder, codes: Sequence[int], seed: int = 0) -> Floats:
+def decode_at_once(decoder: Decoder, tokens: Sequence[int], seed: int = 0) -> Floats:
     """A whole stream's sound, without a cache."""
-    points = fsq.to_points(_checked("codes", codes))[None].double()
-    positions = torch.arange(points.shape[1])[None]
-    frames = decoder.double()(points, positions, attend_at_once).numpy()
+    said = _read("tokens", tokens, VOICE)
+    codes = torch.from_numpy(said.codes)[None]
+    positions = torch.arange(codes.shape[1])[None]
+    points = fsq.to_points(codes).double()
+    marked = torch.from_numpy(said.marks)[None]
+    frames = decoder.double()(points, marked, positions, attend_at_once).numpy()
     return synthesise(Voicing.begin(np.array([seed], np.uint64)), frames)[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bounded_kv_speech.frames import HOP, Floats, to_bands
+from bounded_kv_speech.frames import Floats, spectra, to_bands
 
 FFT_SIZE = 1200
 NUM_MELS = 64
@@ -20,18 +20,9 @@ WINDOW = np.hanning(FFT_SIZE + 1)[:-1].astype(np.float32)
 _MELS = to_bands(NUM_MELS, FFT_SIZE)
 
 
-def spectra(samples: Floats) -> np.ndarray[tuple[int, int], np.dtype[np.complex64]]:
-    """STFT of `samples [N]`: `[N // HOP, FFT_SIZE / 2 + 1]`, each about the middle of its frame."""
-    num_frames = len(samples) // HOP
-    before = (FFT_SIZE - HOP) // 2
-    padded = np.pad(samples, (before, FFT_SIZE))
-    framed = np.lib.stride_tricks.sliding_window_view(padded, FFT_SIZE)[::HOP][:num_frames]
-    return np.fft.rfft(framed * WINDOW).astype(np.complex64)
-
-
 def features(samples: Floats) -> Floats:
     """Features `[N // HOP, NUM_FEATURES]` of `samples [N]`, about 0 and about 1 in size."""
-    power = np.square(np.abs(spectra(samples))) / np.float32(np.square(WINDOW).sum())
+    power = np.square(np.abs(spectra(samples, WINDOW))) / np.float32(np.square(WINDOW).sum())
     mels = np.log(power @ _MELS + FLOOR)
     low = np.log(power[:, LOW_BINS] + FLOOR)
     return ((np.concatenate([mels, low], axis=1) + 9.0) / 4.0).astype(np.float32)

@@ -63,3 +63,11 @@ def to_bands(num_bands: int, fft_size: int) -> Floats:
     """Matrix `[fft_size / 2 + 1, num_bands]`: the mean of the bins about each band's centre."""
     weights = from_bands(num_bands, fft_size)
     return np.ascontiguousarray((weights / weights.sum(1, keepdims=True)).T)
+
+
+def spectra(samples: Floats, window: Floats) -> NDArray[np.complex64]:
+    """STFT of `samples [N]`: `[N // HOP, len(window) / 2 + 1]`, about each frame's middle."""
+    num_frames, size = len(samples) // HOP, len(window)
+    padded = np.pad(samples, ((size - HOP) // 2, size))
+    framed = np.lib.stride_tricks.sliding_window_view(padded, size)[::HOP][:num_frames]
+    return np.fft.rfft(framed * window).astype(np.complex64)

@@ -48,8 +48,8 @@ class Voicing:
     """`[B]`: so far."""
     phase: NDArray[np.float64]
     """`[B]`: of the pulses, in cycles."""
-    last: Floats
-    """`[B, NUM_VALUES]`: the frame before."""
+    last: NDArray[np.float64]
+    """`[B, NUM_VALUES]`: the frame before, as exact as it was: its pitch adds up."""
     pulses: Floats
     """`[B, HOP]`: excitation before the last frame's centre."""
     tail: Floats
@@ -59,7 +59,7 @@ class Voicing:
     def begin(cls, seeds: NDArray[np.uint64]) -> Voicing:
         """Streams that have not begun, in silence."""
         size = len(seeds)
-        last = np.zeros((size, NUM_VALUES), np.float32)
+        last = np.zeros((size, NUM_VALUES))
         last[:, : NUM_HARMONIC + NUM_NOISE] = -12.0
         return cls(
             seed=seeds.astype(np.uint64),
@@ -99,7 +99,7 @@ def synthesise(state: Voicing, frames: Floats) -> Floats:
     windows = (np.fft.irfft(spectrum, WINDOW_SIZE) * _WINDOW).astype(np.float32)
     tails = np.concatenate([state.tail[:, None], windows[:, :-1, HOP:]], axis=1)
     sound = windows[:, :, :HOP] + tails
-    state.last = frames[:, -1].copy()
+    state.last = frames[:, -1].astype(np.float64)
     state.pulses, state.tail = source[:, -1].copy(), windows[:, -1, HOP:].copy()
     state.frames = state.frames + count
     return sound.reshape(size, count * HOP)

@@ -14,13 +14,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from bounded_kv_speech.features import features
-from bounded_kv_speech.frames import FRAMES_PER_CODE, HOP, SAMPLE_RATE, Floats
+from bounded_kv_speech.frames import CODE_RATE, FRAMES_PER_CODE, HOP, SAMPLE_RATE, Floats
 from bounded_kv_speech.recipe import text
 from bounded_kv_speech.recipe.envelopes import envelopes
-from bounded_kv_speech.recipe.teacher import Teacher, any_voice
+from bounded_kv_speech.recipe.teacher import Teacher, Utterance, any_voice
+from bounded_kv_speech.tokens import SPEECH, phone_spans
 
 SHARD_SENTENCES = 128
 PACES = (0.92, 1.12)
@@ -34,6 +36,8 @@ class Shard:
     """`[F, NUM_FEATURES]`, float16."""
     targets: Floats
     """`[F, NUM_VALUES]`, float16."""
+    marks: NDArray[np.int16]
+    """`[F / FRAMES_PER_CODE]`: of the codes (`tokens.py`)."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +75,18 @@ def load(folder: Path) -> Shard:
     return Shard(
         np.concatenate([shard["features"] for shard in shards]),
         np.concatenate([shard["targets"] for shard in shards]),
+        np.concatenate([shard["marks"] for shard in shards]),
     )
+
+
+def marks_of(utterance: Utterance, count: int) -> NDArray[np.int64]:
+    """Marks of an utterance's first `count` codes: the phone at the middle of each."""
+    spans = phone_spans(utterance.phonemes)
+    # The first of the ends is that of the silence before; the last phone has the silence after.
+    ends = np.array([utterance.ends[0]] + [utterance.ends[behind] for _, behind in spans])
+    middles = (np.arange(count) + 0.5) / CODE_RATE
+    tokens = np.array([SPEECH] + [token for token, _ in spans])
+    return tokens[np.minimum(np.searchsorted(ends, middles, side="right"), len(spans))]
 
 
 _folder: Path
@@ -92,16 +107,17 @@ def _make(number: int) -> float:
     if path.exists():
         return float(json.loads(path.with_suffix(".json").read_text())["seconds"])
     _teacher = _teacher or Teacher()
-    heard, said = [], []
+    heard, said, marked = [], [], []
     for i in range(number * SHARD_SENTENCES, (number + 1) * SHARD_SENTENCES):
         rng = np.random.default_rng([1, i])
         voice, pace = any_voice(rng), float(rng.uniform(*PACES))
         for phonemes in _teacher.phonemes(_sentences[i % len(_sentences)]):
             utterance = _teacher.say(phonemes, voice, i, pace)
             targets = envelopes(utterance.samples, utterance.pulses, utterance.f0)
-            length = len(targets) // FRAMES_PER_CODE * FRAMES_PER_CODE
-            heard.append(features(utterance.samples)[:length])
-            said.append(targets[:length])
+            count = len(targets) // FRAMES_PER_CODE
+            heard.append(features(utterance.samples)[: count * FRAMES_PER_CODE])
+            said.append(targets[: count * FRAMES_PER_CODE])
+            marked.append(marks_of(utterance, count))
     seconds = sum(map(len, said)) * HOP / SAMPLE_RATE
     part = path.with_suffix(".part")
     with part.open("wb") as file:
@@ -109,6 +125,7 @@ def _make(number: int) -> float:
             file,
             features=np.concatenate(heard).astype(np.float16),
             targets=np.concatenate(said).astype(np.float16),
+            marks=np.concatenate(marked).astype(np.int16),
         )
     path.with_suffix(".json").write_text(json.dumps({"seconds": seconds}))
     part.rename(path)

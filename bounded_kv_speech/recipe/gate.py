@@ -2,7 +2,8 @@
 
 Sentences never learned from, in the voices built in, heard by the judge as the teacher says them,
 as the frames read off the teacher's sound say them (the best that a codec of such frames could do),
-and as the codec resynthesises them.
+and as the codec resynthesises them: from a stream's tokens, phones between the codes, and from the
+codes alone, as when nobody knows what a sample says.
 The language model is not worth training before the two are close.
 """
 
@@ -23,14 +24,16 @@ from bounded_kv_speech.decode import decode_at_once
 from bounded_kv_speech.features import features
 from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
 from bounded_kv_speech.recipe import text
+from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.envelopes import envelopes
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
-from bounded_kv_speech.recipe.teacher import BUILT_IN, Teacher
+from bounded_kv_speech.recipe.teacher import BUILT_IN, Teacher, Utterance
 from bounded_kv_speech.recipe.train_codec import Codec
 from bounded_kv_speech.synth import Voicing, synthesise
+from bounded_kv_speech.tokens import FIRST_CODE
 
 MARGIN = 0.05
-KINDS = ("teacher", "frames", "codec")
+KINDS = ("teacher", "frames", "codec", "codes alone")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             "frames": synthesise(
                 Voicing.begin(np.zeros(1, np.uint64)), np.concatenate(frames)[None]
             )[0],
-            "codec": _through(codec, samples),
+            "codec": np.concatenate([_through(codec, each, marked=True) for each in said]),
+            "codes alone": np.concatenate([_through(codec, each, marked=False) for each in said]),
         }
         heard[name].append((sentence, {kind: judge.hear(sounds[kind]) for kind in sounds}))
     everything = [row for rows in heard.values() for row in rows]
@@ -72,16 +76,14 @@ def main(argv: list[str] | None = None) -> int:
     return int(figures["all"]["codec"] > figures["all"]["teacher"] + MARGIN)
 
 
-def _silence() -> Voicing:
-    return Voicing.begin(np.zeros(1, np.uint64))
-
-
 @torch.no_grad()
-def _through(codec: Codec, samples: Floats) -> Floats:
-    spectra = torch.from_numpy(features(samples))
-    length = len(spectra) // FRAMES_PER_CODE * FRAMES_PER_CODE
-    codes = fsq.to_codes(codec.encoder(spectra[None, :length]))[0]
-    return decode_at_once(codec.decoder, codes.tolist())
+def _through(codec: Codec, utterance: Utterance, marked: bool) -> Floats:
+    heard = features(utterance.samples)
+    count = len(heard) // FRAMES_PER_CODE
+    points = codec.encoder(torch.from_numpy(heard[None, : count * FRAMES_PER_CODE]))
+    codes = fsq.to_codes(points)[0].numpy() + FIRST_CODE
+    tokens = np.stack([marks_of(utterance, count), codes], 1).reshape(-1) if marked else codes
+    return decode_at_once(codec.decoder, tokens.tolist())
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ from bounded_kv_speech.frames import (
     interpolation,
 )
 from bounded_kv_speech.recipe.corpus import Shard, load
+from bounded_kv_speech.tokens import VOICE
 
 BATCH, CODES = 16, 64
 LEARNING_RATE, WARM_UP = 2e-3, 200
 CHECKPOINT_STEPS = 250
+UNMARKED_SHARE = 0.15
 UNHEARD = 2.3
 """Nepers (20 dB): a part of the sound this far below the other is not heard, and not learned."""
 QUIETEST = -9.5
@@ -93,11 +95,11 @@ class Codec(nn.Module):
         super().__init__()
         self.encoder, self.decoder = Encoder(config), Decoder(config)
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Features `[B, F, NUM_FEATURES]` to frames `[B, F, NUM_VALUES]`."""
+    def forward(self, features: Tensor, marks: Tensor) -> Tensor:
+        """Features `[B, F, NUM_FEATURES]`, marks `[B, T]` to frames `[B, F, NUM_VALUES]`."""
         points = self.encoder(features)
         positions = torch.arange(points.shape[1]).expand(points.shape[:2])
-        return self.decoder(points, positions, attend_at_once)
+        return self.decoder(points, marks, positions, attend_at_once)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -122,8 +124,8 @@ def main(argv: list[str] | None = None) -> int:
         for step in range(start, args.steps):
             for group in optimiser.param_groups:
                 group["lr"] = LEARNING_RATE * schedule(step, args.steps)
-            features, targets = _batch(corpus, np.random.default_rng([args.seed, step]))
-            parts = losses(codec(features), targets, audible)
+            features, marks, targets = _batch(corpus, np.random.default_rng([args.seed, step]))
+            parts = losses(codec(features, marks), targets, audible)
             loss = torch.stack([WEIGHTS[name] * part for name, part in parts.items()]).sum()
             optimiser.zero_grad()
             loss.backward()
@@ -151,12 +153,16 @@ def schedule(step: int, steps: int) -> float:
     return rise * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
-def _batch(corpus: Shard, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+def _batch(corpus: Shard, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Features, marks and targets of some spans; nobody says what is said in some of them."""
     span = CODES * FRAMES_PER_CODE
     starts = rng.integers((len(corpus.targets) - span) // FRAMES_PER_CODE, size=BATCH)
     rows = (starts * FRAMES_PER_CODE)[:, None] + np.arange(span)
+    marks = corpus.marks[starts[:, None] + np.arange(CODES)].astype(np.int64)
+    marks[rng.random(BATCH) < UNMARKED_SHARE] = VOICE
     return (
         torch.from_numpy(corpus.features[rows].astype(np.float32)),
+        torch.from_numpy(marks),
         torch.from_numpy(corpus.targets[rows].astype(np.float32)),
     )
 
