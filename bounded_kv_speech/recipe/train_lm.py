@@ -1,0 +1,230 @@
+"""`python -m bounded_kv_speech.recipe.train_lm`: the language model, from the teacher's utterances.
+
+Each example is the beginning of a stream as the engine will see it: a voice, then what a sitting
+says in it, with the mask (sink and window) and the positions of the bounded cache. A token's
+embedding is one of its own plus what its code's place on the grid says; both become one table.
+A run that is stopped goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+from transformers import LlamaModel
+
+from bounded_kv_speech.lm import (
+    POSITION_LIMIT,
+    SINK,
+    WINDOW,
+    code_properties,
+    export,
+    llama_config,
+)
+from bounded_kv_speech.recipe.train_codec import schedule
+from bounded_kv_speech.recipe.utterances import Sittings, load
+from bounded_kv_speech.tokens import END, FIRST_CODE, PAD, SPEECH, VOCAB_SIZE, VOICE
+
+BATCH, LENGTH = 8, 704
+LEARNING_RATE = 2.5e-3
+CHECKPOINT_STEPS = 100
+SHORTEST_VOICE = 39
+"""Codes of a voice at least, a second; at most it fills the sink."""
+NO_LABEL = -100
+HELD_OUT = 8
+"""Sittings at the end, never learned from."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Streams' beginnings; all `[B, T]`, int64."""
+
+    tokens: Tensor
+    labels: Tensor
+    """What follows each token; `NO_LABEL` where the stream's user says it, not the model."""
+    voice: Tensor
+    """`[B]`: entries of the voice, which is the sink."""
+    offset: Tensor
+    """`[B]`: how far down the table of positions the stream is."""
+
+
+class Voice(nn.Module):
+    """The Llama, its table of embeddings in two parts."""
+
+    properties: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = llama_config()
+        config._attn_implementation = "sdpa"
+        self.llama = LlamaModel(config)
+        del self.llama.embed_tokens
+        self.own = nn.Parameter(0.02 * torch.randn(VOCAB_SIZE, config.hidden_size))
+        self.register_buffer("properties", code_properties(), persistent=False)
+        self.of_property = nn.Parameter(
+            0.02 * torch.randn(self.properties.shape[1], config.hidden_size)
+        )
+
+    def table(self) -> Tensor:
+        """Embeddings `[VOCAB_SIZE, hidden]`."""
+        shared = self.properties @ self.of_property
+        return self.own + functional.pad(shared, (0, 0, FIRST_CODE, 0))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Mean loss over the labels, in nats."""
+        table = self.table()
+        mask, positions = seen(batch), positions_of(batch)
+        hidden = self.llama(
+            inputs_embeds=functional.embedding(batch.tokens, table),
+            attention_mask=mask[:, None],
+            position_ids=positions,
+            use_cache=False,
+        ).last_hidden_state
+        labelled = batch.labels != NO_LABEL
+        logits = hidden[labelled] @ table.T
+        return functional.cross_entropy(logits, batch.labels[labelled])
+
+    def weights(self) -> dict[str, Tensor]:
+        """As an ordinary Llama's."""
+        found = {f"model.{name}": value for name, value in self.llama.state_dict().items()}
+        return found | {"model.embed_tokens.weight": self.table().detach()}
+
+
+def seen(batch: Batch) -> Tensor:
+    """What each query sees, as the engine has it: bool `[B, T, T]`."""
+    at = torch.arange(batch.tokens.shape[1])
+    distance = at[:, None] - at
+    near = (distance >= 0) & (distance < WINDOW)
+    sink = at[None, None] < batch.voice[:, None, None]
+    return near | (sink & (distance >= 0))
+
+
+def positions_of(batch: Batch) -> Tensor:
+    """Positions `[B, T]`: the sink's from 0, the others' anywhere that the engine may have them."""
+    at = torch.arange(batch.tokens.shape[1]).expand(batch.tokens.shape)
+    return at + torch.where(at < batch.voice[:, None], 0, batch.offset[:, None])
+
+
+@dataclass(frozen=True)
+class Example:
+    """A stream's beginning: tokens and labels `[LENGTH]`, and the size of its voice."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    voice: int
+
+
+def example(said: Sittings, first: int, rng: np.random.Generator) -> Example:
+    """The stream that begins with utterance `first`, in the voice of any of its sitting."""
+    sitting = np.flatnonzero(said.sitting == said.sitting[first])
+    sample = said.utterance(int(rng.choice(sitting)))
+    codes = sample[sample >= FIRST_CODE]
+    size = min(int(rng.integers(SHORTEST_VOICE, SINK)), len(codes))
+    at = int(rng.integers(len(codes) - size + 1))
+    tokens = [np.concatenate([[VOICE], codes[at : at + size]])]
+    labels = [np.full(size + 1, NO_LABEL)]
+    for number in range(first, int(sitting[-1]) + 1):
+        spoken = said.utterance(number)
+        following = np.append(spoken[1:], END)  # the next utterance takes the place of the end
+        following[: int(np.argmax(spoken == SPEECH))] = NO_LABEL
+        tokens.append(spoken)
+        labels.append(following)
+    return Example(
+        _to_length(np.concatenate(tokens), PAD),
+        _to_length(np.concatenate(labels), NO_LABEL),
+        size + 1,
+    )
+
+
+def _to_length(values: NDArray[np.int64], filler: int) -> NDArray[np.int64]:
+    short = values[:LENGTH]
+    return np.pad(short, (0, LENGTH - len(short)), constant_values=filler)
+
+
+def batch_of(said: Sittings, among: NDArray[np.int64], rng: np.random.Generator) -> Batch:
+    """Some streams; half of them far down the table of positions."""
+    examples = [example(said, int(first), rng) for first in rng.choice(among, BATCH)]
+    far = rng.integers(POSITION_LIMIT - SINK - WINDOW + 1, size=BATCH)
+    return Batch(
+        torch.from_numpy(np.stack([each.tokens for each in examples])),
+        torch.from_numpy(np.stack([each.labels for each in examples])),
+        torch.tensor([each.voice for each in examples]),
+        torch.from_numpy(np.where(rng.random(BATCH) < 0.5, far, 0)),
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train to the end, or go on; then write the folder that vLLM serves."""
+    parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.train_lm")
+    parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    torch.manual_seed(args.seed)
+    said = load(args.work)
+    held_out = said.sitting > said.sitting[-1] - HELD_OUT
+    voice = Voice()
+    optimiser = torch.optim.AdamW(
+        voice.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
+    )
+    checkpoint, log = args.work / "lm.pt", args.work / "lm.jsonl"
+    start = _resume(checkpoint, voice, optimiser)
+    average: float | None = None
+    with tqdm(total=args.steps, initial=start, unit=" steps", file=sys.stderr) as bar:
+        for step in range(start, args.steps):
+            for group in optimiser.param_groups:
+                group["lr"] = LEARNING_RATE * schedule(step, args.steps)
+            rng = np.random.default_rng([args.seed, step])
+            loss = voice(batch_of(said, np.flatnonzero(~held_out), rng))
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(voice.parameters(), 1.0)
+            optimiser.step()
+            average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
+            bar.update()
+            bar.set_postfix(loss=f"{average:.4f}", refresh=False)
+            if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == args.steps:
+                unseen = evaluate(voice, said, np.flatnonzero(held_out))
+                _save(checkpoint, voice, optimiser, step + 1)
+                with log.open("a") as file:
+                    line = {"step": step + 1, "loss": average, "unseen": unseen}
+                    file.write(json.dumps(line) + "\n")
+    export(args.work / "model", voice.weights())
+    return 0
+
+
+@torch.no_grad()
+def evaluate(voice: Voice, said: Sittings, among: NDArray[np.int64]) -> float:
+    """Mean loss over the same few streams that are never learned from."""
+    rng = np.random.default_rng(7)
+    return float(np.mean([voice(batch_of(said, among, rng)).item() for _ in range(2)]))
+
+
+def _save(path: Path, voice: Voice, optimiser: torch.optim.Optimizer, step: int) -> None:
+    part = path.with_suffix(".part")
+    torch.save(
+        {"step": step, "voice": voice.state_dict(), "optimiser": optimiser.state_dict()}, part
+    )
+    part.rename(path)
+
+
+def _resume(path: Path, voice: Voice, optimiser: torch.optim.Optimizer) -> int:
+    if not path.exists():
+        return 0
+    saved = torch.load(path, weights_only=True)
+    voice.load_state_dict(saved["voice"])
+    optimiser.load_state_dict(saved["optimiser"])
+    return int(saved["step"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
