@@ -35,8 +35,11 @@ POSITION_LIMIT = 4 * (SINK + WINDOW)
 
 
 def llama_config() -> LlamaConfig:
-    """About 4 million weights, of which 1.6 are the embeddings, used twice."""
-    return LlamaConfig(
+    """About 4 million weights, of which 1.6 are the embeddings, used twice.
+
+    Says how its cache is to be bounded, for `--kv-plugin bounded`.
+    """
+    config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
@@ -52,6 +55,8 @@ def llama_config() -> LlamaConfig:
         pad_token_id=PAD,
         eos_token_id=END,
     )
+    config.update({"bounded_kv": {"sink": SINK, "window": WINDOW, "max_source_len": SINK}})
+    return config
 
 
 def code_properties() -> Tensor:

@@ -1,0 +1,195 @@
+"""Streams that speak: utterances in, sound out, through vLLM and the codec's decoder.
+
+A stream is one request of vLLM's, fed through its streaming input: the voice is its source, then
+utterance follows utterance in the same slot. All streams' tokens are decoded together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from vllm import SamplingParams
+from vllm.engine.protocol import StreamingInput
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from bounded_kv_speech.codec import Decoder
+from bounded_kv_speech.decode import StreamingDecoder
+from bounded_kv_speech.frames import Floats
+from bounded_kv_speech.order import LONGEST
+from bounded_kv_speech.tokens import END, SPEECH
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the model's tokens are chosen."""
+
+    temperature: float = 0.7
+    top_k: int = 50
+    seed: int | None = None
+    """Of the choice and of the noise in the sound."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Some of a stream's sound, and what it was made of."""
+
+    samples: Floats
+    """`[CODE_SAMPLES * codes]`; none where there are no codes among the tokens."""
+    tokens: list[int]
+    """An `END` after each utterance. Where the caller is slow, they may be of more than one."""
+
+
+class Speaker:
+    """Any number of streams of one engine, up to the decoder's `max_streams` at a time."""
+
+    def __init__(self, llm: AsyncLLM, decoder: Decoder, max_streams: int) -> None:
+        """Use as `async with`: decoding is a task of its own."""
+        self._llm = llm
+        self._decoding = _Decoding(StreamingDecoder(decoder, max_streams), max_streams)
+
+    async def __aenter__(self) -> Self:
+        """Starts decoding."""
+        self._decoding.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Ends it."""
+        await self._decoding.stop()
+
+    async def speak(
+        self,
+        name: str,
+        voice: Sequence[int],
+        utterances: AsyncIterable[Sequence[int]],
+        sampling: Sampling | None = None,
+    ) -> AsyncGenerator[Said]:
+        """The sound of `utterances`, in order, as it is made; each may come while others sound.
+
+        `name` tells the stream from others that are open; `voice` is its source, `VOICE` first.
+
+        Raises:
+            ValueError: a stream of this name is open.
+            RuntimeError: as many as there may be are open.
+        """
+        chosen = sampling or Sampling()
+        await self._decoding.open(name, chosen.seed or 0)
+        try:
+            pieces = _pieces(voice, utterances, chosen)
+            first = _params(chosen, len(voice), ())
+            before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
+            async for output in self._llm.generate(pieces, first, name):
+                for part in output.outputs:
+                    tokens = list(part.token_ids)
+                    heard = before + [SPEECH if token == END else token for token in tokens]
+                    before = []
+                    yield Said(await self._decoding.decode(name, heard), tokens)
+        finally:
+            await self._decoding.close(name)
+
+
+async def _pieces(
+    voice: Sequence[int], utterances: AsyncIterable[Sequence[int]], sampling: Sampling
+) -> AsyncGenerator[StreamingInput]:
+    before = list(voice)
+    async for utterance in utterances:
+        prompt = TokensPrompt(prompt_token_ids=[*before, *utterance])
+        params = _params(sampling, len(voice), utterance)
+        yield StreamingInput(prompt, params)  # type: ignore[arg-type]  # vLLM takes both kinds
+        before = []
+
+
+def _params(sampling: Sampling, voice: int, utterance: Sequence[int]) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        max_tokens=(len(utterance) + 1) * (LONGEST + 1),
+        stop_token_ids=[END],
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={"kv_source_len": voice},
+    )
+
+
+@dataclass
+class _Decoding:
+    """Takes what all streams have at the moment as one step, beside the event loop."""
+
+    streams: StreamingDecoder
+    max_streams: int
+    _task: asyncio.Task[None] | None = None
+    _open: set[str] = field(default_factory=set)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Of `streams`, which is not to change during a step."""
+    _waiting: dict[str, tuple[list[int], asyncio.Future[Floats]]] = field(default_factory=dict)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self) -> None:
+        """Begin to decode."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Leave what is not decoded; who waits for it is cancelled."""
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for _, future in self._waiting.values():
+            future.cancel()
+
+    async def open(self, name: str, seed: int) -> None:
+        """See `Speaker.speak`."""
+        if name in self._open:
+            raise ValueError(f"stream {name!r} is open already")
+        if len(self._open) >= self.max_streams:
+            raise RuntimeError(
+                f"stream {name!r}: {len(self._open)} are open, of max_streams {self.max_streams}"
+            )
+        self._open.add(name)
+        async with self._lock:
+            self.streams.open(name, seed)
+
+    async def close(self, name: str) -> None:
+        """End a stream, whatever it still waits for."""
+        self._waiting.pop(name, None)
+        async with self._lock:
+            self.streams.close(name)
+        self._open.remove(name)
+
+    async def decode(self, name: str, tokens: list[int]) -> Floats:
+        """Sound of a stream's next tokens; one call of a stream at a time."""
+        if not tokens:
+            return np.zeros(0, np.float32)
+        future: asyncio.Future[Floats] = asyncio.get_running_loop().create_future()
+        self._waiting[name] = tokens, future
+        self._some.set()
+        return await future
+
+    async def _run(self) -> None:
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            async with self._lock:
+                taken, self._waiting = self._waiting, {}
+                step = {name: tokens for name, (tokens, _) in taken.items()}
+                try:
+                    sound = await asyncio.to_thread(self.streams.step, step)
+                except Exception as error:
+                    for _, future in taken.values():
+                        if not future.done():
+                            future.set_exception(error)
+                    continue
+            for name, (_, future) in taken.items():
+                if not future.done():
+                    future.set_result(sound.get(name, np.zeros(0, np.float32)))
