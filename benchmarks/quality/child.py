@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,21 @@ def run(
     """
     start = time.perf_counter()
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=end_with_parent) as pool:
         nats = pool.submit(_score, scheme, model, list(tokens), folder).result()
     return nats, time.perf_counter() - start
+
+
+def end_with_parent() -> None:
+    """Let this process end when the one that started it does, in whatever way that ends."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _score(scheme: Scheme, model: str, tokens: list[int], folder: Path) -> NDArray[np.float32]:

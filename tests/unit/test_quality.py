@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -235,3 +239,32 @@ def test_bad_arguments_are_named(
         quality.main(["--model", str(tiny_model), *arguments])
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
+
+
+WORKS_ON = """
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from benchmarks.quality.child import end_with_parent
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(1, get_context("spawn"), end_with_parent) as pool:
+        pool.submit(print, "begun", flush=True).result()
+        pool.submit(time.sleep, 300).result()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_scheme_ends_with_the_command_that_runs_it(how: signal.Signals, tmp_path: Path) -> None:
+    """It went on by itself, and wrote its checkpoint over that of the next run."""
+    script = tmp_path / "works_on.py"
+    script.write_text(WORKS_ON, encoding="utf-8")
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [sys.executable, script], cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stdout=PIPE
+    ) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == b"begun\n"
+        command.send_signal(how)
+        # The end of the pipe: nobody is left who could write to it.
+        assert command.communicate(timeout=20) == (b"", None)
