@@ -28,6 +28,7 @@ from bounded_kv_speech.tokens import (
     VOICE,
 )
 
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 6, 6, 3, 32
 SINK, WINDOW = 96, 512
 """Entries of the cache: a voice's, and of what was said last."""
 POSITION_LIMIT = 4 * (SINK + WINDOW)
@@ -42,12 +43,12 @@ def llama_config() -> LlamaConfig:
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB_SIZE,
-        hidden_size=192,
+        hidden_size=HEADS * HEAD_DIM,
         intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=32,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
         max_position_embeddings=POSITION_LIMIT,
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,

@@ -18,19 +18,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from bounded_kv_speech import fsq
-from bounded_kv_speech.codec import CodecConfig
 from bounded_kv_speech.decode import decode_at_once
-from bounded_kv_speech.features import features
-from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
+from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.recipe import text
 from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.envelopes import envelopes
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
 from bounded_kv_speech.recipe.teacher import BUILT_IN, Teacher, Utterance
-from bounded_kv_speech.recipe.train_codec import Codec
+from bounded_kv_speech.recipe.train_codec import Codec, load_codec
 from bounded_kv_speech.synth import Voicing, synthesise
 from bounded_kv_speech.tokens import FIRST_CODE
+from bounded_kv_speech.voice import codes_of
 
 MARGIN = 0.05
 KINDS = ("teacher", "frames", "codec", "codes alone")
@@ -43,9 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--sentences", type=int, default=100, help="in turn in each voice")
     args = parser.parse_args(argv)
     _, unseen = text.split(text.sentences(text.download(args.work / "text")))
-    codec = Codec(CodecConfig())
-    codec.load_state_dict(torch.load(args.work / "codec.pt", weights_only=True)["codec"])
-    codec.eval()
+    codec = load_codec(args.work)
     teacher, judge = Teacher(), Judge()
     heard: dict[str, list[tuple[str, dict[str, str]]]] = {name: [] for name in BUILT_IN}
     chosen = unseen[: args.sentences]
@@ -78,11 +74,9 @@ def main(argv: list[str] | None = None) -> int:
 
 @torch.no_grad()
 def _through(codec: Codec, utterance: Utterance, marked: bool) -> Floats:
-    heard = features(utterance.samples)
-    count = len(heard) // FRAMES_PER_CODE
-    points = codec.encoder(torch.from_numpy(heard[None, : count * FRAMES_PER_CODE]))
-    codes = fsq.to_codes(points)[0].numpy() + FIRST_CODE
-    tokens = np.stack([marks_of(utterance, count), codes], 1).reshape(-1) if marked else codes
+    codes = codes_of(utterance.samples, codec.encoder) + FIRST_CODE
+    marked_by = marks_of(utterance, len(codes))
+    tokens = np.stack([marked_by, codes], 1).reshape(-1) if marked else codes
     return decode_at_once(codec.decoder, tokens.tolist())
 
 

@@ -147,6 +147,22 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def load_codec(work: Path) -> Codec:
+    """The codec that was trained in a work folder.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    path = work / "codec.pt"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no codec in {work}; train it with -m bounded_kv_speech.recipe.train_codec"
+        )
+    codec = Codec(CodecConfig())
+    codec.load_state_dict(torch.load(path, weights_only=True)["codec"])
+    return codec.eval().requires_grad_(False)
+
+
 def schedule(step: int, steps: int) -> float:
     """Share of the learning rate: a short rise, then a cosine to nearly nothing."""
     rise = min(1.0, (step + 1) / WARM_UP)

@@ -19,15 +19,14 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from bounded_kv_speech import fsq
-from bounded_kv_speech.codec import CodecConfig, Encoder
-from bounded_kv_speech.features import features
-from bounded_kv_speech.frames import CODE_RATE, FRAMES_PER_CODE, Floats
+from bounded_kv_speech.codec import Encoder
+from bounded_kv_speech.frames import CODE_RATE
 from bounded_kv_speech.recipe import text
 from bounded_kv_speech.recipe.corpus import PACES, marks_of
 from bounded_kv_speech.recipe.teacher import Teacher, Utterance, any_voice
-from bounded_kv_speech.recipe.train_codec import Codec
+from bounded_kv_speech.recipe.train_codec import Codec, load_codec
 from bounded_kv_speech.tokens import FIRST_CODE, SPEECH, TEXT, phone_spans
+from bounded_kv_speech.voice import codes_of
 
 SITTING, SITTINGS = 8, 16
 """Sentences of one voice, and how many such a shard has."""
@@ -97,7 +96,7 @@ def load(work: Path) -> Sittings:
 
 def write(utterance: Utterance, encoder: Encoder) -> NDArray[np.int64]:
     """An utterance as the language model's tokens, `TEXT` first and without an `END`."""
-    codes = encode(utterance.samples, encoder)
+    codes = codes_of(utterance.samples, encoder)
     marked = marks_of(utterance, len(codes))
     keep = np.ones(len(codes), bool)
     spoken = np.flatnonzero(marked != SPEECH)
@@ -113,31 +112,6 @@ def write(utterance: Utterance, encoder: Encoder) -> NDArray[np.int64]:
     places -= np.concatenate([[0], np.cumsum(~keep)])[np.minimum(places, len(keep))]
     sound = np.insert(codes[keep] + FIRST_CODE, np.minimum(places, keep.sum()), phones)
     return np.concatenate([[TEXT], phones, [SPEECH], sound])
-
-
-@torch.no_grad()
-def encode(samples: Floats, encoder: Encoder) -> NDArray[np.int64]:
-    """Codes `[N // CODE_SAMPLES]` of `samples [N]` at 24 kHz."""
-    heard = features(samples)
-    count = len(heard) // FRAMES_PER_CODE
-    points = encoder(torch.from_numpy(heard[None, : count * FRAMES_PER_CODE]))
-    return np.asarray(fsq.to_codes(points)[0].numpy())
-
-
-def load_codec(work: Path) -> Codec:
-    """The codec that was trained in a work folder.
-
-    Raises:
-        FileNotFoundError: when there is none.
-    """
-    path = work / "codec.pt"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no codec in {work}; train it with -m bounded_kv_speech.recipe.train_codec"
-        )
-    codec = Codec(CodecConfig())
-    codec.load_state_dict(torch.load(path, weights_only=True)["codec"])
-    return codec.eval().requires_grad_(False)
 
 
 _work: Path

@@ -16,7 +16,7 @@ from bounded_kv_speech.recipe import train_lm
 from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.teacher import Utterance
 from bounded_kv_speech.recipe.train_lm import NO_LABEL, Batch, Voice, positions_of, seen
-from bounded_kv_speech.recipe.utterances import LEAD_CODES, Sittings, encode, write
+from bounded_kv_speech.recipe.utterances import LEAD_CODES, Sittings, write
 from bounded_kv_speech.tokens import (
     END,
     FIRST_CODE,
@@ -28,6 +28,7 @@ from bounded_kv_speech.tokens import (
     marks,
     to_phones,
 )
+from bounded_kv_speech.voice import codes_of
 
 PHONEMES = "h\u02c8\u025bl\u0259 w\u02c8\u025cld."
 
@@ -71,7 +72,7 @@ def test_an_utterance_is_its_phones_and_then_its_sound(
     assert (sound[:LEAD_CODES] >= FIRST_CODE).all()
     assert sound[LEAD_CODES] == phones[0]
     # Each code has the mark that the codec was trained with.
-    codes = encode(utterance.samples, encoder)
+    codes = codes_of(utterance.samples, encoder)
     first = int(np.argmax(marks_of(utterance, len(codes)) != SPEECH)) - LEAD_CODES
     kept = sound >= FIRST_CODE
     count = int(kept.sum())

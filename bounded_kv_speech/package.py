@@ -1,0 +1,95 @@
+"""A voice package: a folder with the language model, the codec and the voices that come with it.
+
+lm/                 what vLLM serves
+codec.safetensors   encoder and decoder, half precision
+voices.safetensors  codes of each voice, int16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from bounded_kv_speech.codec import CodecConfig, Decoder, Encoder
+from bounded_kv_speech.lm import HEAD_DIM, KV_HEADS, LAYERS, SINK, WINDOW, export
+from bounded_kv_speech.tokens import FIRST_CODE, VOICE
+
+BUILT_IN = Path(__file__).parent / "weights"
+_STREAM_TOKENS = 1_000_000
+"""Of the engine's longest stream: five hours."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Everything that speaking needs, loaded; `lm` is left to vLLM."""
+
+    folder: Path
+    encoder: Encoder
+    decoder: Decoder
+    voices: Mapping[str, list[int]]
+    """Tokens of each voice, `VOICE` first: what a stream has as its source."""
+
+    @classmethod
+    def load(cls, folder: Path = BUILT_IN) -> Package:
+        """Load the folder's codec and voices.
+
+        Raises:
+            FileNotFoundError: when something is not there.
+        """
+        for part in ("lm/config.json", "codec.safetensors", "voices.safetensors"):
+            if not (folder / part).exists():
+                raise FileNotFoundError(f"{folder} is no voice package: it has no {part}")
+        config = CodecConfig()
+        encoder, decoder = Encoder(config), Decoder(config)
+        weights = load_file(folder / "codec.safetensors")
+        for name, part_of_it in (("encoder", encoder), ("decoder", decoder)):
+            mine = {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(name)}
+            part_of_it.load_state_dict({k: v.float() for k, v in mine.items()})
+            part_of_it.eval().requires_grad_(False)
+        voices = {
+            name: [VOICE, *(codes.long() + FIRST_CODE).tolist()]
+            for name, codes in load_file(folder / "voices.safetensors").items()
+        }
+        return cls(folder, encoder, decoder, voices)
+
+    def engine_args(self, max_streams: int) -> AsyncEngineArgs:
+        """An engine of vLLM's for up to `max_streams` streams at a time."""
+        entry = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4  # keys and values in float32
+        room = (max_streams + 2) * (2 * SINK + WINDOW) + 1024
+        return AsyncEngineArgs(
+            model=str(self.folder / "lm"),
+            dtype="float32",
+            max_model_len=_STREAM_TOKENS,
+            max_num_seqs=max_streams,
+            kv_cache_memory_bytes=room * entry,
+            logits_processors=["bounded_kv_speech.order:PhoneOrder"],
+            additional_config={"kv_plugin": "bounded"},
+        )
+
+
+def save(
+    folder: Path,
+    lm: Mapping[str, Tensor],
+    encoder: Encoder,
+    decoder: Decoder,
+    voices: Mapping[str, NDArray[np.int64]],
+) -> None:
+    """Write a package; `voices` are codes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    export(folder / "lm", dict(lm))
+    weights = {
+        f"{name}.{key}": value.half().contiguous()
+        for name, part in (("encoder", encoder), ("decoder", decoder))
+        for key, value in part.state_dict().items()
+    }
+    save_file(weights, folder / "codec.safetensors")
+    short = {name: torch.from_numpy(codes.astype(np.int16)) for name, codes in voices.items()}
+    save_file(short, folder / "voices.safetensors")
