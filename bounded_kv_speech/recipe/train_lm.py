@@ -27,7 +27,6 @@ from bounded_kv_speech.lm import (
     SINK,
     WINDOW,
     code_properties,
-    export,
     llama_config,
 )
 from bounded_kv_speech.recipe.train_codec import schedule
@@ -163,7 +162,7 @@ def batch_of(said: Sittings, among: NDArray[np.int64], rng: np.random.Generator)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train to the end, or go on; then write the folder that vLLM serves."""
+    """Train to the end, or go on."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.train_lm")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
     parser.add_argument("--steps", type=int, default=6000)
@@ -198,8 +197,22 @@ def main(argv: list[str] | None = None) -> int:
                 with log.open("a") as file:
                     line = {"step": step + 1, "loss": average, "unseen": unseen}
                     file.write(json.dumps(line) + "\n")
-    export(args.work / "model", voice.weights())
     return 0
+
+
+def load_voice(work: Path) -> Voice:
+    """The language model that was trained in a work folder.
+
+    Raises:
+        FileNotFoundError: when there is none.
+    """
+    path = work / "lm.pt"
+    if not path.exists():
+        command = "-m bounded_kv_speech.recipe.train_lm"
+        raise FileNotFoundError(f"no language model in {work}; train it with {command}")
+    voice = Voice()
+    voice.load_state_dict(torch.load(path, weights_only=True)["voice"])
+    return voice.eval().requires_grad_(False)
 
 
 @torch.no_grad()
