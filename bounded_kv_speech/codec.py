@@ -155,3 +155,18 @@ def attend_at_once(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     distance = at[:, None] - at
     mask = (distance >= 0) & (distance <= QUERY_WINDOW)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+
+
+class Codec(nn.Module):
+    """Both halves."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        """Random weights."""
+        super().__init__()
+        self.encoder, self.decoder = Encoder(config), Decoder(config)
+
+    def forward(self, features: Tensor, marks: Tensor) -> Tensor:
+        """Features `[B, F, NUM_FEATURES]`, marks `[B, T]` to frames `[B, F, NUM_VALUES]`."""
+        points = self.encoder(features)
+        positions = torch.arange(points.shape[1]).expand(points.shape[:2])
+        return self.decoder(points, marks, positions, attend_at_once)

@@ -18,7 +18,7 @@ import torch
 from bounded_kv_speech import fsq
 from bounded_kv_speech.codec import QUERY_WINDOW, Decoder, attend_at_once
 from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
-from bounded_kv_speech.synth import Voicing, synthesise
+from bounded_kv_speech.synth import Voicing, synthesise, synthesise_at_once
 from bounded_kv_speech.tokens import FIRST_CODE, VOCAB_SIZE, VOICE, marks
 from vllm_bounded_kv import (
     BoundedKVConfig,
@@ -71,6 +71,11 @@ class StreamingDecoder:
         self._manager = BoundedKVManager.build(spec)
         self._voicing = Voicing.begin(np.zeros(max_streams, np.uint64))
         self._open: dict[str, _Open] = {}
+
+    @property
+    def num_open(self) -> int:
+        """Streams that are open, with a slot or without one yet."""
+        return len(self._open)
 
     def open(self, name: str, seed: int = 0) -> None:
         """Begin a stream, whose noise is that of `seed`. It gets its slot with its first code.
@@ -173,4 +178,4 @@ def decode_at_once(decoder: Decoder, tokens: Sequence[int], seed: int = 0) -> Fl
     points = fsq.to_points(codes).double()
     marked = torch.from_numpy(said.marks)[None]
     frames = decoder.double()(points, marked, positions, attend_at_once).numpy()
-    return synthesise(Voicing.begin(np.array([seed], np.uint64)), frames)[0]
+    return synthesise_at_once(frames[0], seed)

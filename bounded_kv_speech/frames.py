@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
+Spectra = NDArray[np.complex64]
 
 SAMPLE_RATE = 24_000
 HOP = 300
@@ -65,7 +66,7 @@ def to_bands(num_bands: int, fft_size: int) -> Floats:
     return np.ascontiguousarray((weights / weights.sum(1, keepdims=True)).T)
 
 
-def spectra(samples: Floats, window: Floats) -> NDArray[np.complex64]:
+def spectra(samples: Floats, window: Floats) -> Spectra:
     """STFT of `samples [N]`: `[N // HOP, len(window) / 2 + 1]`, about each frame's middle."""
     num_frames, size = len(samples) // HOP, len(window)
     padded = np.pad(samples, ((size - HOP) // 2, size))

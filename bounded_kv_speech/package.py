@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from bounded_kv_speech.codec import CodecConfig, Decoder, Encoder
+from bounded_kv_speech.codec import Codec, CodecConfig
 from bounded_kv_speech.lm import HEAD_DIM, KV_HEADS, LAYERS, SINK, WINDOW, export
 from bounded_kv_speech.tokens import FIRST_CODE, VOICE
 
@@ -32,8 +32,7 @@ class Package:
     """Everything that speaking needs, loaded; `lm` is left to vLLM."""
 
     folder: Path
-    encoder: Encoder
-    decoder: Decoder
+    codec: Codec
     voices: Mapping[str, list[int]]
     """Tokens of each voice, `VOICE` first: what a stream has as its source."""
 
@@ -47,18 +46,14 @@ class Package:
         for part in ("lm/config.json", "codec.safetensors", "voices.safetensors"):
             if not (folder / part).exists():
                 raise FileNotFoundError(f"{folder} is no voice package: it has no {part}")
-        config = CodecConfig()
-        encoder, decoder = Encoder(config), Decoder(config)
-        weights = load_file(folder / "codec.safetensors")
-        for name, part_of_it in (("encoder", encoder), ("decoder", decoder)):
-            mine = {k.removeprefix(f"{name}."): v for k, v in weights.items() if k.startswith(name)}
-            part_of_it.load_state_dict({k: v.float() for k, v in mine.items()})
-            part_of_it.eval().requires_grad_(False)
+        codec = Codec(CodecConfig())
+        codec.load_state_dict(load_file(folder / "codec.safetensors"))
+        codec.eval().requires_grad_(False)
         voices = {
             name: [VOICE, *(codes.long() + FIRST_CODE).tolist()]
             for name, codes in load_file(folder / "voices.safetensors").items()
         }
-        return cls(folder, encoder, decoder, voices)
+        return cls(folder, codec, voices)
 
     def engine_args(self, max_streams: int) -> AsyncEngineArgs:
         """An engine of vLLM's for up to `max_streams` streams at a time."""
@@ -78,18 +73,13 @@ class Package:
 def save(
     folder: Path,
     lm: Mapping[str, Tensor],
-    encoder: Encoder,
-    decoder: Decoder,
+    codec: Codec,
     voices: Mapping[str, NDArray[np.int64]],
 ) -> None:
     """Write a package; `voices` are codes."""
     folder.mkdir(parents=True, exist_ok=True)
     export(folder / "lm", dict(lm))
-    weights = {
-        f"{name}.{key}": value.half().contiguous()
-        for name, part in (("encoder", encoder), ("decoder", decoder))
-        for key, value in part.state_dict().items()
-    }
+    weights = {key: value.half().contiguous() for key, value in codec.state_dict().items()}
     save_file(weights, folder / "codec.safetensors")
     short = {name: torch.from_numpy(codes.astype(np.int16)) for name, codes in voices.items()}
     save_file(short, folder / "voices.safetensors")

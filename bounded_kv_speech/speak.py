@@ -130,7 +130,6 @@ class _Decoding:
     streams: StreamingDecoder
     max_streams: int
     _task: asyncio.Task[None] | None = None
-    _open: set[str] = field(default_factory=set)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of `streams`, which is not to change during a step."""
     _waiting: dict[str, tuple[list[int], asyncio.Future[Floats]]] = field(default_factory=dict)
@@ -150,22 +149,19 @@ class _Decoding:
 
     async def open(self, name: str, seed: int) -> None:
         """See `Speaker.speak`."""
-        if name in self._open:
-            raise ValueError(f"stream {name!r} is open already")
-        if len(self._open) >= self.max_streams:
-            raise RuntimeError(
-                f"stream {name!r}: {len(self._open)} are open, of max_streams {self.max_streams}"
-            )
-        self._open.add(name)
         async with self._lock:
             self.streams.open(name, seed)
+            if (others := self.streams.num_open - 1) >= self.max_streams:
+                self.streams.close(name)
+                raise RuntimeError(
+                    f"stream {name!r}: {others} are open, of max_streams {self.max_streams}"
+                )
 
     async def close(self, name: str) -> None:
         """End a stream, whatever it still waits for."""
         self._waiting.pop(name, None)
         async with self._lock:
             self.streams.close(name)
-        self._open.remove(name)
 
     async def decode(self, name: str, tokens: list[int]) -> Floats:
         """Sound of a stream's next tokens; one call of a stream at a time."""

@@ -105,6 +105,11 @@ def synthesise(state: Voicing, frames: Floats) -> Floats:
     return sound.reshape(size, count * HOP)
 
 
+def synthesise_at_once(frames: Floats, seed: int = 0) -> Floats:
+    """Sound `[F * HOP]` of a whole stream's `frames [F, NUM_VALUES]`."""
+    return synthesise(Voicing.begin(np.array([seed], np.uint64)), frames[None])[0]
+
+
 def _pulses(state: Voicing, known: Floats) -> Floats:
     """Excitation `[B, F, HOP]` between the centres of consecutive frames of `known [B, F + 1]`."""
     f0 = np.clip(np.exp(known[..., -2].astype(np.float64)), MIN_F0, MAX_F0)

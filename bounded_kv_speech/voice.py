@@ -13,8 +13,6 @@ from bounded_kv_speech.frames import CODE_RATE, CODE_SAMPLES, FRAMES_PER_CODE, S
 from bounded_kv_speech.lm import SINK
 
 SHORTEST_S = 1.0
-LONGEST_S = (SINK - 1) / CODE_RATE
-"""Of a sample, the first so many seconds are the voice."""
 _QUIET = 0.05
 """Of its loudest code's level: what comes before is silence, and is left out."""
 
@@ -29,7 +27,7 @@ def codes_of(samples: Floats, encoder: Encoder) -> NDArray[np.int64]:
 
 
 def voice_of(samples: Floats, encoder: Encoder) -> NDArray[np.int64]:
-    """Codes of a voice, of a sample `[N]` of it at 24 kHz, at most `LONGEST_S` of it.
+    """Codes of a voice, of a sample `[N]` of it at 24 kHz, the first of it, to fill the sink.
 
     Raises:
         ValueError: less than `SHORTEST_S` of sound.

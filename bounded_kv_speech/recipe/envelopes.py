@@ -16,12 +16,13 @@ from bounded_kv_speech.frames import (
     NUM_HARMONIC,
     NUM_NOISE,
     Floats,
+    Spectra,
     band_centres,
     interpolation,
     spectra,
     to_bands,
 )
-from bounded_kv_speech.synth import Voicing, synthesise
+from bounded_kv_speech.synth import synthesise_at_once
 
 FFT_SIZE = 600
 """25 ms. In 50 ms a vowel moves too far to be one gain: it is taken for noise."""
@@ -41,19 +42,20 @@ _QUIET = 1e-7
 
 def envelopes(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
     """Frames `[F, NUM_VALUES]` of `samples [N]` with `pulses [N]` and `f0 [F]` in Hz."""
-    frames = _projected(samples, pulses, f0)
-    wanted = _log_mel(samples)[: len(frames)]
+    sound = spectra(samples, _WINDOW)
+    frames = _projected(sound, pulses, f0)
+    wanted = _log_mel(sound)[: len(frames)]
     for _ in range(CORRECTIONS):
-        sound = synthesise(Voicing.begin(np.zeros(1, np.uint64)), frames[None])[0]
-        sound = np.pad(sound[HOP:], (0, HOP))  # it is late by as much
-        short = np.clip((wanted - _log_mel(sound)[: len(wanted)]) / 2, -MOST, MOST) * RATE
+        again = np.pad(synthesise_at_once(frames)[HOP:], (0, HOP))  # it is late by as much
+        found = _log_mel(spectra(again, _WINDOW))[: len(wanted)]
+        short = np.clip((wanted - found) / 2, -MOST, MOST) * RATE
         frames[: len(short), :NUM_HARMONIC] += short
         frames[: len(short), NUM_HARMONIC:-2] += short @ _TO_NOISE
     return frames
 
 
-def _projected(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
-    sound = spectra(samples, _WINDOW)[: len(f0)]
+def _projected(sound: Spectra, pulses: Floats, f0: Floats) -> Floats:
+    sound = sound[: len(f0)]
     source = spectra(pulses, _WINDOW)[: len(f0)]
     f0 = f0[: len(sound)]
     cross, power = _blur(sound * source.conj()), _blur(np.square(np.abs(source)))
@@ -68,9 +70,8 @@ def _projected(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
     )
 
 
-def _log_mel(samples: Floats) -> Floats:
-    power = np.square(np.abs(spectra(samples, _WINDOW)))
-    return np.asarray(np.log(power @ _HARMONIC + _QUIET), np.float32)
+def _log_mel(sound: Spectra) -> Floats:
+    return np.asarray(np.log(np.square(np.abs(sound)) @ _HARMONIC + _QUIET), np.float32)
 
 
 def _blur(x: np.ndarray) -> np.ndarray:

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
+from bounded_kv_speech.codec import Codec
 from bounded_kv_speech.decode import decode_at_once
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.recipe import text
@@ -25,8 +25,8 @@ from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.envelopes import envelopes
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
 from bounded_kv_speech.recipe.teacher import BUILT_IN, Teacher, Utterance
-from bounded_kv_speech.recipe.train_codec import Codec, load_codec
-from bounded_kv_speech.synth import Voicing, synthesise
+from bounded_kv_speech.recipe.train_codec import load_codec
+from bounded_kv_speech.synth import synthesise_at_once
 from bounded_kv_speech.tokens import FIRST_CODE
 from bounded_kv_speech.voice import codes_of
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
     parser.add_argument("--sentences", type=int, default=100, help="in turn in each voice")
     args = parser.parse_args(argv)
-    _, unseen = text.split(text.sentences(text.download(args.work / "text")))
+    _, unseen = text.load(args.work)
     codec = load_codec(args.work)
     teacher, judge = Teacher(), Judge()
     heard: dict[str, list[tuple[str, dict[str, str]]]] = {name: [] for name in BUILT_IN}
@@ -52,9 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         frames = [envelopes(each.samples, each.pulses, each.f0) for each in said]
         sounds = {
             "teacher": samples,
-            "frames": synthesise(
-                Voicing.begin(np.zeros(1, np.uint64)), np.concatenate(frames)[None]
-            )[0],
+            "frames": synthesise_at_once(np.concatenate(frames)),
             "codec": np.concatenate([_through(codec, each, marked=True) for each in said]),
             "codes alone": np.concatenate([_through(codec, each, marked=False) for each in said]),
         }
@@ -72,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
     return int(figures["all"]["codec"] > figures["all"]["teacher"] + MARGIN)
 
 
-@torch.no_grad()
 def _through(codec: Codec, utterance: Utterance, marked: bool) -> Floats:
     codes = codes_of(utterance.samples, codec.encoder) + FIRST_CODE
     marked_by = marks_of(utterance, len(codes))

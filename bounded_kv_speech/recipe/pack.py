@@ -20,14 +20,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=BUILT_IN, help="(%(default)s)")
     args = parser.parse_args(argv)
     codec, lm = load_codec(args.work), load_voice(args.work)
-    seen, _ = text.split(text.sentences(text.download(args.work / "text")))
+    seen, _ = text.load(args.work)
     speaker = teacher.Teacher()
-    (phonemes,) = list(speaker.phonemes(max(seen[:200], key=len)))[:1]
+    phonemes = next(speaker.phonemes(max(seen[:200], key=len)))
     voices = {
         name: voice_of(speaker.say(phonemes, voice, i).samples, codec.encoder)
         for i, (name, voice) in enumerate(teacher.BUILT_IN.items())
     }
-    save(args.out, lm.weights(), codec.encoder, codec.decoder, voices)
+    save(args.out, lm.weights(), codec, voices)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     print(f"{args.out}: {size / 1e6:.1f} MB, voices {', '.join(voices)}")
     return 0

@@ -71,6 +71,11 @@ def sentences(texts: Path) -> list[str]:
     return sorted(kept.values(), key=_digest)
 
 
+def load(work: Path) -> tuple[list[str], list[str]]:
+    """Sentences to learn from, and those never learned from, with a work folder's own texts."""
+    return split(sentences(download(work / "text")))
+
+
 def split(found: list[str]) -> tuple[list[str], list[str]]:
     """Those to learn from, and those never learned from."""
     seen = [s for s in found if not _is_unseen(s)]

@@ -8,7 +8,6 @@ A run that is stopped goes on from its checkpoint.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from bounded_kv_speech import fsq
-from bounded_kv_speech.codec import CodecConfig, Decoder, Encoder, attend_at_once
+from bounded_kv_speech.codec import Codec, CodecConfig, Decoder
 from bounded_kv_speech.frames import (
     FRAMES_PER_CODE,
     NUM_HARMONIC,
@@ -28,12 +26,15 @@ from bounded_kv_speech.frames import (
     band_centres,
     interpolation,
 )
-from bounded_kv_speech.recipe.corpus import Shard, load
+from bounded_kv_speech.recipe.corpus import Corpus, load
+from bounded_kv_speech.recipe.training import Training, load_trained, moved_average
 from bounded_kv_speech.tokens import VOICE
 
 BATCH, CODES = 16, 64
-LEARNING_RATE, WARM_UP = 2e-3, 200
+LEARNING_RATE = 2e-3
 CHECKPOINT_STEPS = 250
+NAME = "codec"
+"""Of its checkpoint."""
 UNMARKED_SHARE = 0.15
 UNHEARD = 2.3
 """Nepers (20 dB): a part of the sound this far below the other is not heard, and not learned."""
@@ -88,20 +89,6 @@ def _above(floor: Tensor, predicted: Tensor, targets: Tensor, part: slice) -> Te
     ).abs()
 
 
-class Codec(nn.Module):
-    """Both halves."""
-
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__()
-        self.encoder, self.decoder = Encoder(config), Decoder(config)
-
-    def forward(self, features: Tensor, marks: Tensor) -> Tensor:
-        """Features `[B, F, NUM_FEATURES]`, marks `[B, T]` to frames `[B, F, NUM_VALUES]`."""
-        points = self.encoder(features)
-        positions = torch.arange(points.shape[1]).expand(points.shape[:2])
-        return self.decoder(points, marks, positions, attend_at_once)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Train to the end, or go on."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.train_codec")
@@ -113,37 +100,22 @@ def main(argv: list[str] | None = None) -> int:
     corpus = load(args.work)
     codec, audible = Codec(CodecConfig()), Audible()
     _normalise(codec.decoder, corpus)
-    optimiser = torch.optim.AdamW(
-        codec.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    checkpoint, log = args.work / "codec.pt", args.work / "codec.jsonl"
-    start = _resume(checkpoint, codec, optimiser)
+    training = Training(codec, args.work, NAME, LEARNING_RATE, args.steps)
     averages: dict[str, float] = {}
     used = np.zeros(fsq.NUM_CODES, bool)
-    with tqdm(total=args.steps, initial=start, unit=" steps", file=sys.stderr) as bar:
-        for step in range(start, args.steps):
-            for group in optimiser.param_groups:
-                group["lr"] = LEARNING_RATE * schedule(step, args.steps)
-            features, marks, targets = _batch(corpus, np.random.default_rng([args.seed, step]))
-            parts = losses(codec(features, marks), targets, audible)
-            loss = torch.stack([WEIGHTS[name] * part for name, part in parts.items()]).sum()
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(codec.parameters(), 1.0)
-            optimiser.step()
-            for name, part in parts.items():
-                averages[name] = 0.98 * averages.get(name, part.item()) + 0.02 * part.item()
-            bar.update()
-            if (step + 1) % 25 == 0:
-                bar.set_postfix({name: f"{value:.4f}" for name, value in averages.items()})
-            if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == args.steps:
-                with torch.no_grad():
-                    used[fsq.to_codes(codec.encoder(features)).numpy()] = True
-                _save(checkpoint, codec, optimiser, step + 1)
-                with log.open("a") as file:
-                    file.write(
-                        json.dumps({"step": step + 1, **averages, "used": int(used.sum())}) + "\n"
-                    )
+    for step in training.steps():
+        features, marks, targets = _batch(corpus, np.random.default_rng([args.seed, step]))
+        parts = losses(codec(features, marks), targets, audible)
+        training.descend(
+            step, torch.stack([WEIGHTS[name] * part for name, part in parts.items()]).sum()
+        )
+        for name, part in parts.items():
+            averages[name] = moved_average(averages.get(name), part.item())
+        training.show(averages)
+        if training.is_due(step, CHECKPOINT_STEPS):
+            with torch.no_grad():
+                used[fsq.to_codes(codec.encoder(features)).numpy()] = True
+            training.save(step, {**averages, "used": int(used.sum())})
     return 0
 
 
@@ -153,23 +125,12 @@ def load_codec(work: Path) -> Codec:
     Raises:
         FileNotFoundError: when there is none.
     """
-    path = work / "codec.pt"
-    if not path.exists():
-        raise FileNotFoundError(
-            f"no codec in {work}; train it with -m bounded_kv_speech.recipe.train_codec"
-        )
     codec = Codec(CodecConfig())
-    codec.load_state_dict(torch.load(path, weights_only=True)["codec"])
-    return codec.eval().requires_grad_(False)
+    load_trained(codec, work, NAME)
+    return codec
 
 
-def schedule(step: int, steps: int) -> float:
-    """Share of the learning rate: a short rise, then a cosine to nearly nothing."""
-    rise = min(1.0, (step + 1) / WARM_UP)
-    return rise * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-
-def _batch(corpus: Shard, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _batch(corpus: Corpus, rng: np.random.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """Features, marks and targets of some spans; nobody says what is said in some of them."""
     span = CODES * FRAMES_PER_CODE
     starts = rng.integers((len(corpus.targets) - span) // FRAMES_PER_CODE, size=BATCH)
@@ -183,7 +144,7 @@ def _batch(corpus: Shard, rng: np.random.Generator) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _normalise(decoder: Decoder, corpus: Shard) -> None:
+def _normalise(decoder: Decoder, corpus: Corpus) -> None:
     some = corpus.targets[:: max(1, len(corpus.targets) // 100_000)].astype(np.float32)
     mean, scale = some.mean(0), np.maximum(some.std(0), 0.1)
     voiced = some[some[:, -1] > 0.5]
@@ -194,23 +155,6 @@ def _normalise(decoder: Decoder, corpus: Shard) -> None:
     mean[-2], scale[-2] = voiced[:, -2].mean(), voiced[:, -2].std()
     decoder.mean.copy_(torch.from_numpy(mean))
     decoder.scale.copy_(torch.from_numpy(scale))
-
-
-def _save(path: Path, codec: Codec, optimiser: torch.optim.Optimizer, step: int) -> None:
-    part = path.with_suffix(".part")
-    torch.save(
-        {"step": step, "codec": codec.state_dict(), "optimiser": optimiser.state_dict()}, part
-    )
-    part.rename(path)
-
-
-def _resume(path: Path, codec: Codec, optimiser: torch.optim.Optimizer) -> int:
-    if not path.exists():
-        return 0
-    saved = torch.load(path, weights_only=True)
-    codec.load_state_dict(saved["codec"])
-    optimiser.load_state_dict(saved["optimiser"])
-    return int(saved["step"])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ A run that is stopped goes on from its checkpoint.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaModel
 
 from bounded_kv_speech.lm import (
@@ -29,13 +27,15 @@ from bounded_kv_speech.lm import (
     code_properties,
     llama_config,
 )
-from bounded_kv_speech.recipe.train_codec import schedule
+from bounded_kv_speech.recipe.training import Training, load_trained, moved_average
 from bounded_kv_speech.recipe.utterances import Sittings, load
 from bounded_kv_speech.tokens import END, FIRST_CODE, PAD, SPEECH, VOCAB_SIZE, VOICE
 
 BATCH, LENGTH = 8, 704
 LEARNING_RATE = 2.5e-3
 CHECKPOINT_STEPS = 100
+NAME = "lm"
+"""Of its checkpoint."""
 SHORTEST_VOICE = 39
 """Codes of a voice at least, a second; at most it fills the sink."""
 NO_LABEL = -100
@@ -170,33 +170,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     said = load(args.work)
-    held_out = said.sitting > said.sitting[-1] - HELD_OUT
+    is_held_out = said.sitting > said.sitting[-1] - HELD_OUT
+    learned, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     voice = Voice()
-    optimiser = torch.optim.AdamW(
-        voice.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01
-    )
-    checkpoint, log = args.work / "lm.pt", args.work / "lm.jsonl"
-    start = _resume(checkpoint, voice, optimiser)
+    training = Training(voice, args.work, NAME, LEARNING_RATE, args.steps)
     average: float | None = None
-    with tqdm(total=args.steps, initial=start, unit=" steps", file=sys.stderr) as bar:
-        for step in range(start, args.steps):
-            for group in optimiser.param_groups:
-                group["lr"] = LEARNING_RATE * schedule(step, args.steps)
-            rng = np.random.default_rng([args.seed, step])
-            loss = voice(batch_of(said, np.flatnonzero(~held_out), rng))
-            optimiser.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(voice.parameters(), 1.0)
-            optimiser.step()
-            average = loss.item() if average is None else 0.98 * average + 0.02 * loss.item()
-            bar.update()
-            bar.set_postfix(loss=f"{average:.4f}", refresh=False)
-            if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == args.steps:
-                unseen = evaluate(voice, said, np.flatnonzero(held_out))
-                _save(checkpoint, voice, optimiser, step + 1)
-                with log.open("a") as file:
-                    line = {"step": step + 1, "loss": average, "unseen": unseen}
-                    file.write(json.dumps(line) + "\n")
+    for step in training.steps():
+        loss = voice(batch_of(said, learned, np.random.default_rng([args.seed, step])))
+        training.descend(step, loss)
+        average = moved_average(average, loss.item())
+        training.show({"loss": average})
+        if training.is_due(step, CHECKPOINT_STEPS):
+            unseen = evaluate(voice, said, held_out)
+            training.save(step, {"loss": average, "unseen": unseen})
     return 0
 
 
@@ -206,13 +192,9 @@ def load_voice(work: Path) -> Voice:
     Raises:
         FileNotFoundError: when there is none.
     """
-    path = work / "lm.pt"
-    if not path.exists():
-        command = "-m bounded_kv_speech.recipe.train_lm"
-        raise FileNotFoundError(f"no language model in {work}; train it with {command}")
     voice = Voice()
-    voice.load_state_dict(torch.load(path, weights_only=True)["voice"])
-    return voice.eval().requires_grad_(False)
+    load_trained(voice, work, NAME)
+    return voice
 
 
 @torch.no_grad()
@@ -220,23 +202,6 @@ def evaluate(voice: Voice, said: Sittings, among: NDArray[np.int64]) -> float:
     """Mean loss over the same few streams that are never learned from."""
     rng = np.random.default_rng(7)
     return float(np.mean([voice(batch_of(said, among, rng)).item() for _ in range(2)]))
-
-
-def _save(path: Path, voice: Voice, optimiser: torch.optim.Optimizer, step: int) -> None:
-    part = path.with_suffix(".part")
-    torch.save(
-        {"step": step, "voice": voice.state_dict(), "optimiser": optimiser.state_dict()}, part
-    )
-    part.rename(path)
-
-
-def _resume(path: Path, voice: Voice, optimiser: torch.optim.Optimizer) -> int:
-    if not path.exists():
-        return 0
-    saved = torch.load(path, weights_only=True)
-    voice.load_state_dict(saved["voice"])
-    optimiser.load_state_dict(saved["optimiser"])
-    return int(saved["step"])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.tiny_llama import random_prompt
+from support.async_engine import figures, running_llm, running_loop
 from support.engine import LOGPROB_TOL
 from support.oracle_llama import NEAR_TIE, OracleLlama, Rebase, bounded_mask
 from vllm_bounded_kv.engine.compat import SESSIONS
@@ -44,13 +45,8 @@ class Turn:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+    with running_loop() as loop:
+        yield loop
 
 
 @pytest.fixture(scope="module")
@@ -72,18 +68,8 @@ def llm(tiny_model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[AsyncLLM]
             },
         },
     )
-
-    async def build() -> AsyncLLM:
-        return AsyncLLM.from_engine_args(args)
-
-    llm = loop.run_until_complete(build())
-    yield llm
-    llm.shutdown()
-
-
-async def figures(llm: AsyncLLM) -> dict[str, Any]:
-    shown: dict[str, Any] = await llm.engine_core.call_utility_async("bounded_kv_figures", False)
-    return shown
+    with running_llm(loop, args) as llm:
+        yield llm
 
 
 async def talk(

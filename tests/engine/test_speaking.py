@@ -23,6 +23,7 @@ from bounded_kv_speech.lm import SINK, export
 from bounded_kv_speech.recipe.train_lm import Voice
 from bounded_kv_speech.speak import Said, Sampling, Speaker
 from bounded_kv_speech.tokens import END, FIRST_CODE, FIRST_PHONE, SPEECH, TEXT, VOCAB_SIZE, VOICE
+from support.async_engine import figures, running_llm, running_loop
 
 STEP_16_BITS = 1 / 32768
 MAX_STREAMS = 3
@@ -68,13 +69,8 @@ def streams() -> list[Stream]:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = asyncio.new_event_loop()
-    yield loop
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-    loop.close()
+    with running_loop() as loop:
+        yield loop
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +90,8 @@ def llm(
         logits_processors=["bounded_kv_speech.order:PhoneOrder"],
         additional_config={"kv_plugin": "bounded"},
     )
-
-    async def build() -> AsyncLLM:
-        return AsyncLLM.from_engine_args(args)
-
-    llm = loop.run_until_complete(build())
-    yield llm
-    llm.shutdown()
+    with running_llm(loop, args) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -120,11 +111,6 @@ async def listen(speaker: Speaker, name: str, stream: Stream) -> None:
     sampling = Sampling(temperature=1.0, top_k=0, seed=stream.seed)
     async for said in speaker.speak(name, stream.voice, utterances(), sampling):
         stream.said.append(said)
-
-
-async def figures(llm: AsyncLLM) -> dict[str, Any]:
-    shown: dict[str, Any] = await llm.engine_core.call_utility_async("bounded_kv_figures", False)
-    return shown
 
 
 @pytest.fixture(scope="module")
