@@ -3,7 +3,8 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench bench-kernels eval soak clean
+.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench bench-kernels \
+	eval eval-voice soak voice clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,6 +44,12 @@ bench-kernels: setup  ## The slot pool's attention against dense SDPA, and plann
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
 	@.venv/bin/python -m benchmarks.quality $(ARGS)
+
+eval-voice: setup  ## How well the embedded voice speaks: words, voices, five minutes, speed (ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.voice $(ARGS)
+
+voice: setup  ## Train the embedded voice anew: hours; goes on where it was (WORK=folder)
+	@scripts/voice
 
 soak: setup  ## One stream of a million tokens beside short ones (hours); blocks, memory, latency
 	@.venv/bin/python -m benchmarks.soak $(ARGS)

@@ -53,7 +53,7 @@ class StreamingDecoder:
 
     def __init__(self, decoder: Decoder, max_streams: int) -> None:
         """Memory for all of them is taken here."""
-        self.decoder = decoder.double().eval().requires_grad_(False)
+        self.decoder, self.max_streams = decoder.double().eval().requires_grad_(False), max_streams
         config = decoder.config
         spec = BoundedKVSpec(
             BoundedKVConfig(

@@ -19,7 +19,6 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from bounded_kv_speech.codec import Decoder
 from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.order import LONGEST
@@ -49,10 +48,10 @@ class Said:
 class Speaker:
     """Any number of streams of one engine, up to the decoder's `max_streams` at a time."""
 
-    def __init__(self, llm: AsyncLLM, decoder: Decoder, max_streams: int) -> None:
+    def __init__(self, llm: AsyncLLM, decoder: StreamingDecoder) -> None:
         """Use as `async with`: decoding is a task of its own."""
         self._llm = llm
-        self._decoding = _Decoding(StreamingDecoder(decoder, max_streams), max_streams)
+        self._decoding = _Decoding(decoder)
 
     async def __aenter__(self) -> Self:
         """Starts decoding."""
@@ -128,7 +127,6 @@ class _Decoding:
     """Takes what all streams have at the moment as one step, beside the event loop."""
 
     streams: StreamingDecoder
-    max_streams: int
     _task: asyncio.Task[None] | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Of `streams`, which is not to change during a step."""
@@ -151,11 +149,10 @@ class _Decoding:
         """See `Speaker.speak`."""
         async with self._lock:
             self.streams.open(name, seed)
-            if (others := self.streams.num_open - 1) >= self.max_streams:
+            most = self.streams.max_streams
+            if (others := self.streams.num_open - 1) >= most:
                 self.streams.close(name)
-                raise RuntimeError(
-                    f"stream {name!r}: {others} are open, of max_streams {self.max_streams}"
-                )
+                raise RuntimeError(f"stream {name!r}: {others} are open, of max_streams {most}")
 
     async def close(self, name: str) -> None:
         """End a stream, whatever it still waits for."""

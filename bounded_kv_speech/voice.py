@@ -11,6 +11,7 @@ from bounded_kv_speech.codec import Encoder
 from bounded_kv_speech.features import features
 from bounded_kv_speech.frames import CODE_RATE, CODE_SAMPLES, FRAMES_PER_CODE, SAMPLE_RATE, Floats
 from bounded_kv_speech.lm import SINK
+from bounded_kv_speech.tokens import FIRST_CODE, VOICE
 
 SHORTEST_S = 1.0
 _QUIET = 0.05
@@ -46,3 +47,8 @@ def voice_of(samples: Floats, encoder: Encoder) -> NDArray[np.int64]:
             f"it must have {SHORTEST_S:g} s at least"
         )
     return codes_of(samples, encoder)[first : min(last, first + SINK - 1)]
+
+
+def prompt_of(samples: Floats, encoder: Encoder) -> list[int]:
+    """A sample as a stream's source: `VOICE`, then its codes' tokens. Raises as `voice_of` does."""
+    return [VOICE, *(voice_of(samples, encoder) + FIRST_CODE).tolist()]

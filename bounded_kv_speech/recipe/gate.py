@@ -53,8 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         sounds = {
             "teacher": samples,
             "frames": synthesise_at_once(np.concatenate(frames)),
-            "codec": np.concatenate([_through(codec, each, marked=True) for each in said]),
-            "codes alone": np.concatenate([_through(codec, each, marked=False) for each in said]),
+            "codec": np.concatenate([resynthesised(codec, each, marked=True) for each in said]),
+            "codes alone": np.concatenate(
+                [resynthesised(codec, each, marked=False) for each in said]
+            ),
         }
         heard[name].append((sentence, {kind: judge.hear(sounds[kind]) for kind in sounds}))
     everything = [row for rows in heard.values() for row in rows]
@@ -70,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     return int(figures["all"]["codec"] > figures["all"]["teacher"] + MARGIN)
 
 
-def _through(codec: Codec, utterance: Utterance, marked: bool) -> Floats:
+def resynthesised(codec: Codec, utterance: Utterance, marked: bool) -> Floats:
+    """Through the codec and back, with or without what it says between its codes."""
     codes = codes_of(utterance.samples, codec.encoder) + FIRST_CODE
     marked_by = marks_of(utterance, len(codes))
     tokens = np.stack([marked_by, codes], 1).reshape(-1) if marked else codes

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from bounded_kv_speech.codec import CodecConfig, Decoder
-from bounded_kv_speech.decode import decode_at_once
+from bounded_kv_speech.decode import StreamingDecoder, decode_at_once
 from bounded_kv_speech.frames import NUM_HARMONIC, NUM_NOISE
 from bounded_kv_speech.lm import SINK, export
 from bounded_kv_speech.recipe.train_lm import Voice
@@ -119,7 +119,7 @@ def together(llm: AsyncLLM, decoder: Decoder, loop: asyncio.AbstractEventLoop) -
     found = streams()
 
     async def run() -> None:
-        async with Speaker(llm, decoder, MAX_STREAMS) as speaker:
+        async with Speaker(llm, StreamingDecoder(decoder, MAX_STREAMS)) as speaker:
             await asyncio.gather(
                 *(listen(speaker, f"s{i}", stream) for i, stream in enumerate(found))
             )
@@ -149,7 +149,7 @@ def test_a_stream_alone_sounds_the_same(
     alone = streams()[0]
 
     async def run() -> dict[str, Any]:
-        async with Speaker(llm, decoder, 1) as speaker:
+        async with Speaker(llm, StreamingDecoder(decoder, 1)) as speaker:
             await listen(speaker, "alone", alone)
         return await figures(llm)
 
@@ -165,7 +165,7 @@ def test_a_stream_too_many_or_twice_is_refused(
     """And one that is left in the middle gives everything back."""
 
     async def run() -> dict[str, Any]:
-        async with Speaker(llm, decoder, 1) as speaker:
+        async with Speaker(llm, StreamingDecoder(decoder, 1)) as speaker:
             stream = streams()[0]
 
             async def forever() -> AsyncGenerator[list[int]]:

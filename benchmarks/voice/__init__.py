@@ -1,0 +1,1 @@
+"""`python -m benchmarks.voice`: how well the embedded voice speaks."""
