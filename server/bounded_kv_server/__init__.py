@@ -1,0 +1,1 @@
+"""An OpenAI-compatible speech server for streams without end."""
