@@ -38,7 +38,8 @@ POSITION_LIMIT = 4 * (SINK + WINDOW)
 def llama_config() -> LlamaConfig:
     """About 4 million weights, of which 1.6 are the embeddings, used twice.
 
-    Says how its cache is to be bounded, for `--kv-plugin bounded`.
+    Says how its cache is to be bounded, for `--kv-plugin bounded`, and how its tokens become sound,
+    for the speech server.
     """
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -57,6 +58,7 @@ def llama_config() -> LlamaConfig:
         eos_token_id=END,
     )
     config.update({"bounded_kv": {"sink": SINK, "window": WINDOW, "max_source_len": SINK}})
+    config.update({"bounded_kv_speech": {"profile": "embedded"}})
     return config
 
 

@@ -222,6 +222,14 @@ def test_the_flags_have_a_help_group_of_their_own() -> None:
     assert any("default: 4" in (action.help or "") for action in help_text)
 
 
+def test_an_extension_has_a_help_group_and_flags_that_reach_the_engine(serve: Parse) -> None:
+    groups = {group.title: group for group in engine_parser()._action_groups}
+    names = {name for a in groups["Speech"]._group_actions for name in a.option_strings}
+    assert {"--speech-profile", "--max-audio-streams", "--voices-dir"} <= names
+    args = serve(["m", "--kv-plugin", "bounded", "--max-audio-streams", "3"])
+    assert args.additional_config["bounded_kv_speech"] == {"max_audio_streams": 3}
+
+
 def test_registering_twice_adds_no_second_flag() -> None:
     from vllm_bounded_kv.engine.plugin import register
 

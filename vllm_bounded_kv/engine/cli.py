@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from typing import Any
 
-from vllm_bounded_kv.engine import compat
+from vllm_bounded_kv.engine import compat, extensions
 from vllm_bounded_kv.engine.policy import POSITION_MODES, EnginePolicy
 from vllm_bounded_kv.engine.settings import FILE_KEY, KNOWN_PLUGINS, PLUGIN_KEY, POLICY_KEY
 
@@ -30,6 +31,10 @@ class _WriteConfig(argparse.Action):
             setattr(namespace, dest, compat.merged(written, values))
 
 
+def _add_flag(group: Any, name: str, path: tuple[str, ...], **kwargs: Any) -> None:
+    group.add_argument(name, action=_WriteConfig, path=path, default=argparse.SUPPRESS, **kwargs)
+
+
 def add_flags(parser: Any) -> None:
     """Add `--kv-plugin` and `--bounded-kv-*` to vLLM's parser."""
     defaults = EnginePolicy()
@@ -39,11 +44,7 @@ def add_flags(parser: Any) -> None:
         "`window`. Needs --kv-plugin bounded.",
     )
 
-    def flag(name: str, path: tuple[str, ...], **kwargs: Any) -> None:
-        group.add_argument(
-            name, action=_WriteConfig, path=path, default=argparse.SUPPRESS, **kwargs
-        )
-
+    flag = functools.partial(_add_flag, group)
     flag(
         "--kv-plugin",
         (PLUGIN_KEY,),
@@ -112,4 +113,7 @@ def add_flags(parser: Any) -> None:
         help="Where --bounded-kv-positions rebase falls back (default: four times sink + window, "
         "at most the model's max_position_embeddings).",
     )
+    for extension in extensions.installed():
+        others = parser.add_argument_group(title=extension.title)
+        extension.add_flags(functools.partial(_add_flag, others))
     compat.merge_additional_config(parser, FLAGS_DEST)

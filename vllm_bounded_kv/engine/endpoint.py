@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_bounded_kv import metrics
-from vllm_bounded_kv.engine import replicas, source_routes
+from vllm_bounded_kv.engine import extensions, replicas, source_routes
 from vllm_bounded_kv.engine.compat import FIGURES_METHOD
 from vllm_bounded_kv.engine.named_source import NamedSourceMiddleware
 from vllm_bounded_kv.engine.settings import policy_of
@@ -36,12 +36,16 @@ class BoundedKVEndpoint:
             "/metrics", _metrics, methods=["GET"], include_in_schema=False, response_model=None
         )
         source_routes.attach(app)
+        for extension in extensions.installed():
+            extension.attach_router(app)
         app.add_middleware(NamedSourceMiddleware, get_engine=lambda: app.state.bounded_kv_engine)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Keep the engine at hand and show the metrics, at zero, from the start."""
         state.bounded_kv_engine = engine_client
         metrics.create(replicas.numbers(engine_client))
+        for extension in extensions.installed():
+            await extension.init_state(engine_client, state, args)
 
 
 async def fetch_figures(engine_client: Any, mark_read: bool = False) -> replicas.Answers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_bounded_kv.engine import cli, compat
+from vllm_bounded_kv.engine import cli, compat, extensions
 from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.settings import policy_of, settle
 
@@ -82,3 +82,5 @@ def _activate(config: VllmConfig) -> None:
     compat.install_front_end(check_request, prepare_request, open_sessions)
     compat.install_endpoint(BoundedKVEndpoint)
     compat.forget_sent_text()
+    for extension in extensions.installed():
+        extension.configure(config)

@@ -128,29 +128,46 @@ async def _pin(source: NewSource, request: Request) -> JSONResponse:
     try:
         salt = checked_salt(source.cache_salt)
         token_ids = await _tokens(source, request)
-        named = {"name": source.name, "cache_salt": salt}
-        claim = uuid.uuid4().hex
-        try:
-            answer = await call(
-                engine,
-                "add",
-                **named,
-                token_ids=token_ids,
-                field=source.field,
-                ttl_s=source.ttl_s,
-                claim=claim,
-            )
-            if not answer["source"]["is_computed"]:
-                await _compute(engine, token_ids, salt)
-                answer["source"] = await _computed(engine, named, answer["source"]["id"])
-        except BaseException:
-            # Several replicas have it all, or none has it.
-            several = len(replicas.numbers(engine)) > 1
-            await call(engine, "abandon", **named, claim=claim, even_computed=several)
-            raise
+        answer = await pin(engine, source.name, token_ids, salt, source.field, source.ttl_s)
     except SourceError as error:
         return refusal(error)
     return JSONResponse(answer["source"], status_code=201 if answer["is_new"] else 200)
+
+
+async def pin(
+    engine: Any,
+    name: str,
+    token_ids: list[int],
+    salt: str | None = None,
+    field: str = "prompt_token_ids",
+    ttl_s: float | None = None,
+) -> dict[str, Any]:
+    """Pin tokens as the source `name`, computed before this returns.
+
+    Args:
+        field: what an error about the tokens names.
+
+    Returns:
+        `source`, as the route shows it, and `is_new`.
+
+    Raises:
+        SourceError: what is refused; nothing is pinned then.
+    """
+    named = {"name": name, "cache_salt": salt}
+    claim = uuid.uuid4().hex
+    try:
+        answer = await call(
+            engine, "add", **named, token_ids=token_ids, field=field, ttl_s=ttl_s, claim=claim
+        )
+        if not answer["source"]["is_computed"]:
+            await _compute(engine, token_ids, salt)
+            answer["source"] = await _computed(engine, named, answer["source"]["id"])
+    except BaseException:
+        # Several replicas have it all, or none has it.
+        several = len(replicas.numbers(engine)) > 1
+        await call(engine, "abandon", **named, claim=claim, even_computed=several)
+        raise
+    return answer
 
 
 async def _computed(engine: Any, named: dict[str, Any], source_id: str) -> dict[str, Any]:

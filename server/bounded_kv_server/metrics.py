@@ -1,0 +1,86 @@
+"""Prometheus metrics of the speech server, `bounded_kv_speech_*`, on vLLM's own `/metrics`."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import Counter, Gauge, Histogram
+
+OUTCOMES = ("ok", "refused", "failed", "broken", "left")
+"""`broken`: failed after its first sound; `left`: its client did."""
+SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30)
+FACTORS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 4)
+START_BUFFER_S = 0.1
+"""What a listener is taken to have buffered before it plays."""
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    requests: Counter
+    first_audio: Histogram
+    real_time_factor: Histogram
+    underrun: Histogram
+    audio_seconds: Counter
+    active: Gauge
+    waiting: Gauge
+    voices: Gauge
+    encoder_errors: Counter
+
+
+@functools.cache
+def metrics() -> _Metrics:
+    """Created on first use: a server that does not speak shows none of them."""
+    name = "bounded_kv_speech_"
+    made = _Metrics(
+        Counter(f"{name}requests", "Requests for speech, by outcome.", ["outcome"]),
+        Histogram(f"{name}first_audio_seconds", "To the first sound.", buckets=SECONDS),
+        Histogram(f"{name}real_time_factor", "Time over sound, by response.", buckets=FACTORS),
+        Histogram(
+            f"{name}underrun_seconds",
+            f"Silence that a listener with a buffer of {START_BUFFER_S} s heard, by response.",
+            buckets=(0.0, *SECONDS),
+        ),
+        Counter(f"{name}audio_seconds", "Sound made."),
+        Gauge(f"{name}active_streams", "Streams that sound.", multiprocess_mode="livesum"),
+        Gauge(f"{name}waiting", "Requests that wait for a place.", multiprocess_mode="livesum"),
+        Gauge(f"{name}voices", "Voices, uploaded ones included.", multiprocess_mode="mostrecent"),
+        Counter(f"{name}encoder_errors", "Responses whose encoder failed."),
+    )
+    for outcome in OUTCOMES:
+        made.requests.labels(outcome)
+    return made
+
+
+@dataclass
+class Clock:
+    """What one response's listener hears when."""
+
+    start: float = field(default_factory=time.perf_counter)
+    first_s: float | None = None
+    audio_s: float = 0.0
+    underrun_s: float = 0.0
+
+    def heard(self, audio_s: float) -> None:
+        """`audio_s` more of sound has been made."""
+        if audio_s <= 0:
+            return
+        now = time.perf_counter() - self.start
+        if self.first_s is None:
+            self.first_s = now
+        else:
+            played = now - self.first_s - START_BUFFER_S - self.underrun_s
+            self.underrun_s += max(0.0, played - self.audio_s)
+        self.audio_s += audio_s
+
+    def close(self, outcome: str) -> None:
+        """The response is over."""
+        shown = metrics()
+        shown.requests.labels(outcome).inc()
+        shown.audio_seconds.inc(self.audio_s)
+        if self.first_s is not None:
+            shown.first_audio.observe(self.first_s)
+            took = time.perf_counter() - self.start
+            shown.real_time_factor.observe(took / max(self.audio_s, 1e-9))
+            shown.underrun.observe(self.underrun_s)

@@ -1,0 +1,90 @@
+"""From a checked request to encoded sound, as it is made.
+
+One generator is a response's whole life: its place among those that sound, its stream in the
+engine, its encoder. Closing it frees all three, whenever that is.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from bounded_kv_server.encoded import Encoded
+from bounded_kv_server.encoding import Encoder
+from bounded_kv_server.errors import SpeechError
+from bounded_kv_server.metrics import Clock
+from bounded_kv_server.profile import Chosen
+from bounded_kv_server.server import SpeechServer
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is said, and how, checked."""
+
+    utterances: list[list[int]]
+    voice: Sequence[int]
+    chosen: Chosen
+    format: str
+    speed: float
+    max_duration_s: float | None
+
+    @property
+    def longest(self) -> int:
+        """Tokens that are to be said."""
+        return sum(map(len, self.utterances))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Some encoded sound; there may be none."""
+
+    data: bytes
+    num_tokens: int
+
+
+async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerator[Sent]:
+    """The sound of `ask`, in its format.
+
+    Raises:
+        SpeechError: no place, or more sound than was asked for.
+    """
+    model = server.speaking()
+    limit = _limit(server, ask)
+    encoder = Encoder(ask.format, model.rate, ask.speed)
+    async with Encoded(server.threads, encoder) as encoding, server.gate.place():
+        stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, _given(ask), ask.chosen)
+        async with aclosing(stream):
+            made = ended = 0
+            async for chunk in stream:
+                made += len(chunk.samples)
+                ended += chunk.num_ended
+                if made > limit * model.rate:
+                    raise SpeechError(
+                        400,
+                        "max_duration_s",
+                        f"there is more to say than {limit:g} s of sound; allow more "
+                        "(max_duration_s), or say less",
+                    )
+                data = await encoding.encode(chunk.samples) if len(chunk.samples) else b""
+                clock.heard(len(chunk.samples) / model.rate / ask.speed)
+                yield Sent(data, chunk.num_tokens)
+        if ended < len(ask.utterances) or not made:
+            raise SpeechError(
+                500,
+                "input",
+                f"the model said {ended} of {len(ask.utterances)} utterances",
+            )
+        yield Sent(await encoding.finish(), 0)
+
+
+def _limit(server: SpeechServer, ask: Ask) -> float:
+    """Seconds of sound that there may be: what was asked, or what the text can take at most."""
+    at_most = server.speaking().longest_s * (ask.longest + 1)
+    return min(at_most, ask.max_duration_s or at_most)
+
+
+async def _given(ask: Ask) -> AsyncGenerator[list[int]]:
+    for utterance in ask.utterances:
+        yield utterance

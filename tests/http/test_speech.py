@@ -1,0 +1,239 @@
+"""The embedded voice behind one real server: what its clients hear, alone, together and gone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from openai import OpenAI
+
+from bounded_kv_server.cli import NAME, embedded_flags
+from bounded_kv_speech.frames import SAMPLE_RATE
+from bounded_kv_speech.package import BUILT_IN
+from support.server import figures, parse_metrics, serving, wait_until
+from support.sounds import samples_of
+from vllm_bounded_kv.launch import VllmServer
+
+CLIENTS = 16
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
+VOICES = ("heart", "robin", "sage", "reed", "otto")
+LEAVERS = 60
+NEAR_STEP = 1
+"""Of 16 bits."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    flags = [
+        *embedded_flags(BUILT_IN, CLIENTS)[1:],
+        *("--kv-plugin", "bounded", "--max-audio-streams", str(CLIENTS), "--api-key", KEY),
+        *("--voices-dir", str(tmp_path_factory.mktemp("voices"))),
+    ]
+    with serving(BUILT_IN / "lm", flags) as server:
+        yield server
+
+
+def say(server: VllmServer, text: str, **options: Any) -> bytes:
+    body = {"model": NAME, "input": text, "response_format": "pcm", "seed": 1, **options}
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+def shown(server: VllmServer) -> dict[str, Any]:
+    answer = httpx.get(f"{server.url}/v1/bounded_kv", headers=HEADERS, timeout=60)
+    values: dict[str, Any] = answer.raise_for_status().json()
+    return values
+
+
+def wait_until_silent(server: VllmServer) -> None:
+    wait_until(
+        lambda: shown(server),
+        lambda now: (
+            now["slots_used"] == 0
+            and now["pool_blocks_free"] == now["pool_blocks"] - now["pinned_blocks"]
+        ),
+    )
+
+
+def test_six_formats_are_the_same_sound(server: VllmServer) -> None:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+    heard = {}
+    for format in ("pcm", "wav", "flac", "mp3", "opus", "aac"):
+        asked: Any = {"response_format": format, "voice": "heart", "extra_body": {"seed": 1}}
+        with client.audio.speech.with_streaming_response.create(
+            model=NAME, input=TEXTS[0], **asked
+        ) as answer:
+            heard[format] = samples_of(b"".join(answer.iter_bytes()), format)
+    seconds = len(heard["pcm"]) / SAMPLE_RATE
+    assert 0.5 < seconds < 6
+    for format, samples in heard.items():
+        assert abs(len(samples) / SAMPLE_RATE - seconds) < 0.1, format
+        if format in ("wav", "flac"):
+            assert np.array_equal(samples, heard["pcm"])
+    assert np.abs(heard["pcm"]).max() > 1000
+
+
+def test_sound_comes_before_the_last_is_made(server: VllmServer) -> None:
+    body = {"input": " ".join(TEXTS), "response_format": "pcm"}
+    start, times = time.monotonic(), []
+    with httpx.stream(
+        "POST", f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120
+    ) as answer:
+        for _ in answer.iter_raw():
+            times.append(time.monotonic() - start)
+    assert times[0] < 0.5 * times[-1]
+
+
+def test_together_as_alone(server: VllmServer) -> None:
+    """Greedy, and by seeds; in all voices. Where two tokens are as likely, one may part."""
+
+    def one(i: int) -> np.ndarray:
+        options = {"voice": VOICES[i % 5], "temperature": 0.0 if i % 2 else 0.7}
+        return np.frombuffer(say(server, TEXTS[i % 4], **options), "<i2").astype(int)
+
+    alone = [one(i) for i in range(CLIENTS)]
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        together = list(pool.map(one, range(CLIENTS)))
+    same = [
+        len(a) == len(b) and np.abs(a - b).max() <= NEAR_STEP
+        for a, b in zip(alone, together, strict=True)
+    ]
+    assert sum(same) >= CLIENTS - 1, same
+    for i, (a, b) in enumerate(zip(alone, together, strict=True)):
+        if not same[i]:  # equal up to where the tokens parted
+            assert np.abs(a[: SAMPLE_RATE // 4] - b[: SAMPLE_RATE // 4]).max() <= NEAR_STEP
+
+
+def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
+    say(server, TEXTS[0])
+    wait_until_silent(server)
+    assert server.process is not None
+    front_end = psutil.Process(server.process.pid)
+    rng = random.Random(0)
+
+    def leave(i: int) -> None:
+        body = {
+            "input": " ".join(TEXTS),
+            "response_format": ("pcm", "mp3", "opus", "flac", "wav", "aac")[i % 6],
+        }
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.stream(
+                "POST",
+                f"{server.url}/v1/audio/speech",
+                json=body,
+                headers=HEADERS,
+                timeout=rng.uniform(0.05, 2.0),
+            ) as answer,
+        ):
+            parts = answer.iter_raw()
+            for _ in range(rng.randrange(10)):
+                next(parts, None)
+
+    held = []
+    for _ in range(2):  # the first settles what is only made once
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(leave, range(LEAVERS // 2)))
+        wait_until_silent(server)
+        wait_until(lambda: metrics_of(server)("bounded_kv_speech_active_streams"), lambda n: n == 0)
+        held.append((front_end.num_threads(), front_end.num_fds()))
+    assert held[1][0] <= held[0][0] + 2
+    assert held[1][1] <= held[0][1] + 4
+    assert say(server, TEXTS[0]) == say(server, TEXTS[0])
+
+
+def metrics_of(server: VllmServer) -> Any:
+    return parse_metrics(httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text)
+
+
+def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:
+    before = metrics_of(server)
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        spoken = [pool.submit(say, server, TEXTS[i % 4]) for i in range(CLIENTS)]
+        took = []
+        while not all(each.done() for each in spoken):
+            start = time.monotonic()
+            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+            took.append(time.monotonic() - start)
+            time.sleep(0.02)
+    assert statistics.quantiles(took, n=100)[-1] < 2.0
+    after = metrics_of(server)
+    name = "bounded_kv_speech_requests_total"
+    assert after(name, outcome="ok") - before(name, outcome="ok") == CLIENTS
+    audio = sum(len(each.result()) for each in spoken) / 2 / SAMPLE_RATE
+    name = "bounded_kv_speech_audio_seconds_total"
+    assert after(name) - before(name) == pytest.approx(audio, rel=0.01)
+    assert after("bounded_kv_speech_voices") == len(VOICES)
+
+
+def test_the_key_guards_every_route(server: VllmServer) -> None:
+    from websockets.exceptions import InvalidStatus, WebSocketException
+    from websockets.sync.client import connect
+
+    for method, path in [("POST", "speech"), ("GET", "voices"), ("DELETE", "voices/a")]:
+        assert httpx.request(method, f"{server.url}/v1/audio/{path}").status_code == 401
+    with pytest.raises((InvalidStatus, WebSocketException, EOFError)):
+        connect(server.url.replace("http", "ws") + "/v1/audio/speech/stream").recv(timeout=5)
+
+
+def test_a_sample_is_a_voice(server: VllmServer) -> None:
+    """One of the server's own speech: it sounds like its speaker."""
+    sample = say(server, " ".join(TEXTS[:2]), voice="otto", response_format="wav")
+    answer = httpx.post(
+        f"{server.url}/v1/audio/voices",
+        data={"name": "second", "consent": "true"},
+        files={"audio_sample": ("a.wav", sample)},
+        headers=HEADERS,
+        timeout=60,
+    )
+    assert answer.status_code == 201, answer.text
+    assert len(say(server, TEXTS[0], voice="second")) > SAMPLE_RATE
+    assert shown(server)["pinned_blocks"] > 0
+    gone = httpx.delete(f"{server.url}/v1/audio/voices/second", headers=HEADERS)
+    assert gone.status_code == 200
+
+
+def test_a_socket_speaks_while_text_arrives(server: VllmServer) -> None:
+    import json
+
+    from websockets.sync.client import connect
+
+    with connect(
+        server.url.replace("http", "ws") + "/v1/audio/speech/stream",
+        additional_headers=HEADERS,
+        open_timeout=60,
+    ) as socket:
+        socket.send(json.dumps({"type": "session.config", "voice": "heart", "seed": 1}))
+        assert json.loads(socket.recv(timeout=60))["type"] == "session.ready"
+        for word in TEXTS[0].split():
+            socket.send(json.dumps({"type": "input.text", "text": word + " "}))
+        first = socket.recv(timeout=60)
+        assert isinstance(first, bytes)  # before the text is done
+        socket.send(json.dumps({"type": "input.text", "text": TEXTS[1]}))
+        socket.send(json.dumps({"type": "session.close"}))
+        sound = first
+        while isinstance(message := socket.recv(timeout=60), bytes):
+            sound += message
+        assert json.loads(message)["type"] == "session.closed"
+    whole = say(server, " ".join(TEXTS[:2]))
+    assert sound == whole
+    wait_until_silent(server)
+
+
+def test_the_default_text_model_says_why_it_does_not_speak(shared_server: VllmServer) -> None:
+    answer = httpx.post(f"{shared_server.url}/v1/audio/speech", json={"input": "Hello."})
+    assert answer.status_code == 404
+    assert "no speech profile" in answer.json()["error"]["message"]
+    assert figures(shared_server.url)["slots_used"] == 0

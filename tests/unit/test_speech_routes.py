@@ -1,0 +1,284 @@
+"""The speech routes over real HTTP, in front of tones instead of an engine."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from openai import APIStatusError, OpenAI
+
+from bounded_kv_speech.wav import to_pcm
+from support.sounds import samples_of
+from support.speech_server import MOST, QUEUE, serving, wait_until
+from support.tones import RATE, Tones
+
+FORMATS = ("mp3", "opus", "aac", "flac", "wav", "pcm")
+TEXT = "One two three. Four five."
+AUDIO_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def model() -> Tones:
+    return Tones()
+
+
+@pytest.fixture(scope="module")
+def server(model: Tones, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+    with serving(model, tmp_path_factory.mktemp("voices")) as found:
+        yield found
+
+
+@pytest.fixture
+def url(server: tuple[str, Any]) -> str:
+    return server[0] + "/v1/audio/speech"
+
+
+@pytest.fixture
+def client(server: tuple[str, Any]) -> OpenAI:
+    return OpenAI(base_url=server[0] + "/v1", api_key="none", max_retries=0, timeout=20)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_stock_client_gets_each_format(client: OpenAI, format: Any) -> None:
+    answer = client.audio.speech.create(
+        model="tones", input=TEXT, voice="high", response_format=format
+    )
+    found = samples_of(answer.read(), format)
+    assert abs(len(found) / RATE - AUDIO_S) < 0.1
+    if format in ("wav", "flac", "pcm"):
+        pcm = client.audio.speech.create(
+            model="tones", input=TEXT, voice="high", response_format="pcm"
+        )
+        assert np.array_equal(found, samples_of(pcm.read(), "pcm"))
+        assert "rate=24000" in pcm.response.headers["content-type"]
+
+
+def test_voice_seed_and_speed_are_heard(url: str) -> None:
+    def said(**options: Any) -> bytes:
+        body = {"input": TEXT, "response_format": "pcm", **options}
+        answer = httpx.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.content
+
+    assert said(voice={"id": "high"}) == said(voice="high") != said(voice="low") == said()
+    assert said(seed=1) == said(seed=1) != said(seed=2)
+    assert abs(len(said(speed=2.0)) / len(said()) - 0.5) < 0.1
+
+
+def test_sound_comes_while_it_is_made(tmp_path: Path) -> None:
+    with (
+        serving(Tones(chunk_s=0.02), tmp_path) as (url, _),
+        httpx.stream(
+            "POST",
+            url + "/v1/audio/speech",
+            json={"input": "a " * 20, "response_format": "wav"},
+        ) as answer,
+    ):
+        assert answer.headers["x-accel-buffering"] == "no"
+        start = time.monotonic()
+        parts = [(time.monotonic() - start, part) for part in answer.iter_raw()]
+    assert parts[-1][0] - parts[0][0] > 1.0
+    data = b"".join(part for _, part in parts)
+    assert data.count(b"RIFF") == 1
+    assert len(samples_of(data, "wav")) == 20 * 4 * RATE // 40
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    return [
+        json.loads(part.removeprefix("data: "))
+        for part in text.split("\n\n")
+        if part.startswith("data: ")
+    ]
+
+
+def test_events_carry_the_same_sound_and_end_in_usage(url: str) -> None:
+    body = {"input": TEXT, "response_format": "pcm"}
+    answer = httpx.post(url, json={**body, "stream_format": "sse"})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *deltas, done = events(answer.text)
+    assert {delta["type"] for delta in deltas} == {"speech.audio.delta"}
+    sound = b"".join(base64.b64decode(delta["audio"]) for delta in deltas)
+    assert sound == httpx.post(url, json=body).content
+    assert done["type"] == "speech.audio.done"
+    assert done["usage"] == {"input_tokens": 7, "output_tokens": 22, "total_tokens": 29}
+
+
+BAD = [
+    ({"input": ""}, 400, "input"),
+    ({"input": "?!"}, 400, "input"),
+    ({"input": "a" * 4097}, 400, "4096"),
+    ({}, 400, "input"),
+    ({"input": 5}, 400, "input"),
+    ({"input": "a", "voice": ""}, 400, "voice"),
+    ({"input": "a", "voice": "nobody"}, 404, "low, high"),
+    ({"input": "a", "voice": {"id": "nobody"}}, 404, "nobody"),
+    ({"input": "a", "voice": {"name": "low"}}, 400, "voice"),
+    ({"input": "a", "voice": "../../etc/passwd"}, 404, "voice"),
+    ({"input": "a", "model": "another"}, 404, "another"),
+    ({"input": "a", "response_format": "ogg"}, 400, "response_format"),
+    ({"input": "a", "speed": 5}, 400, "speed"),
+    ({"input": "a", "speed": 0.2}, 400, "speed"),
+    ({"input": "a", "stream_format": "ws"}, 400, "stream_format"),
+    ({"input": "a", "seed": -1}, 400, "seed"),
+    ({"input": "a", "temperature": 3}, 400, "temperature"),
+    ({"input": "a", "max_duration_s": 0}, 400, "max_duration_s"),
+    ({"input": "a", "speaker": "low"}, 400, "speaker"),
+    ({"input": "silent"}, 500, "said"),
+    ({"input": "fail"}, 500, "failed"),
+    ({"input": "a b c", "max_duration_s": 0.02}, 400, "max_duration_s"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "named"), BAD)
+@pytest.mark.parametrize("stream_format", ["audio", "sse"])
+def test_what_fails_before_any_sound_has_a_status(
+    url: str, model: Tones, body: dict[str, Any], status: int, named: str, stream_format: str
+) -> None:
+    # WAV: its header must not be taken for sound.
+    body = {"stream_format": stream_format, "response_format": "wav", **body}
+    answer = httpx.post(url, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (status, status)
+    assert named in json.dumps(error)
+    wait_until(lambda: model.num_open == 0)
+
+
+def test_openais_client_raises_what_it_should(client: OpenAI) -> None:
+    with pytest.raises(APIStatusError, match="nobody"):
+        client.audio.speech.create(model="tones", input="a", voice="nobody")
+
+
+@pytest.mark.parametrize("text", ["One fail.", "a b c d e f g h i"])
+def test_what_fails_later_breaks_the_transfer(url: str, model: Tones, text: str) -> None:
+    body = {"input": text, "response_format": "pcm", "max_duration_s": 0.6}
+    with pytest.raises(httpx.RemoteProtocolError), httpx.stream("POST", url, json=body) as answer:
+        assert answer.status_code == 200
+        answer.read()
+    with httpx.stream("POST", url, json={**body, "stream_format": "sse"}) as answer:
+        text = ""
+        with pytest.raises(httpx.RemoteProtocolError):
+            for part in answer.iter_text():
+                text += part
+    assert [event["type"] for event in events(text)][-1] == "error"
+    wait_until(lambda: model.num_open == 0)
+
+
+def test_who_leaves_frees_everything(server: tuple[str, Any], url: str, model: Tones) -> None:
+    for i in range(30):
+        body = {"input": "forever" if i % 2 else "pause a", "response_format": FORMATS[i % 6]}
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream("POST", url, json=body, timeout=0.1) as answer,
+        ):
+            next(answer.iter_raw())
+    wait_until(lambda: model.num_open == 0)
+    gate = server[1].server.gate
+    wait_until(lambda: (gate.num_active, gate.num_waiting) == (0, 0))
+
+
+def test_there_is_a_queue_and_an_end_to_it(tmp_path: Path) -> None:
+    model = Tones(pause_s=0.6)
+    with serving(model, tmp_path) as (url, found), contextlib.ExitStack() as stack:
+        answers = []
+
+        def ask() -> None:
+            body = {"input": "a pause b", "response_format": "pcm"}
+            answers.append(httpx.post(url + "/v1/audio/speech", json=body))
+
+        threads = [threading.Thread(target=ask) for _ in range(MOST + QUEUE)]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join)
+        gate = found.server.gate
+        wait_until(lambda: (gate.num_active, gate.num_waiting) == (MOST, QUEUE))
+        assert model.num_open == MOST
+        refused = httpx.post(url + "/v1/audio/speech", json={"input": "a"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert "--max-audio-queue" in refused.json()["error"]["message"]
+        stack.close()
+        assert [answer.status_code for answer in answers] == [200] * (MOST + QUEUE)
+
+
+def test_instructions_are_taken_and_said_to_be_ignored(url: str) -> None:
+    answer = httpx.post(url, json={"input": "a", "instructions": "Whisper."})
+    assert answer.headers["x-ignored-fields"] == "instructions"
+
+
+def test_a_model_of_text_says_so(tmp_path: Path) -> None:
+    with serving(None, tmp_path) as (url, _):
+        for path, method in [
+            ("speech", "POST"),
+            ("voices", "GET"),
+            ("voices", "POST"),
+            ("voices/a", "DELETE"),
+        ]:
+            body = {"json": {"input": "a"}} if method == "POST" else {}
+            answer = httpx.request(method, f"{url}/v1/audio/{path}", **body)
+            assert answer.status_code == 404
+            assert "no speech profile" in answer.json()["error"]["message"]
+
+
+def wav(seconds: float = 2.0, level: float = 0.2) -> bytes:
+    from bounded_kv_server.wav_header import wav_header
+
+    pcm = to_pcm(level * np.sin(np.arange(int(seconds * RATE)) / 20).astype("f4"))
+    return wav_header(RATE, len(pcm)) + pcm
+
+
+def upload(url: str, **given: Any) -> httpx.Response:
+    form = {"name": "mine", "consent": "true", **given}
+    sample = form.pop("audio_sample", wav())
+    files: Any = {"audio_sample": (None, "text") if sample is None else ("a.wav", sample)}
+    return httpx.post(url, data=form, files=files, timeout=30)
+
+
+def test_voices_come_and_go(server: tuple[str, Any], url: str) -> None:
+    voices = server[0] + "/v1/audio/voices"
+    made = upload(voices)
+    assert made.status_code == 201, made.text
+    names = [voice["name"] for voice in httpx.get(voices).json()["data"]]
+    assert names == ["low", "high", "mine"]
+    said = {"input": TEXT, "response_format": "pcm", "voice": "mine"}
+    first = httpx.post(url, json=said).content
+    assert first != httpx.post(url, json={**said, "voice": "low"}).content
+    other = upload(voices, audio_sample=wav(level=0.4))
+    assert other.json()["id"] != made.json()["id"]
+    assert httpx.post(url, json=said).content != first
+    assert f"voice-{other.json()['id']}" in server[1].pins.pinned
+    assert httpx.delete(f"{voices}/mine").json()["deleted"]
+    assert f"voice-{other.json()['id']}" not in server[1].pins.pinned
+    assert httpx.delete(f"{voices}/mine").status_code == 404
+    assert httpx.post(url, json=said).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "field"),
+    [
+        ({"name": "../mine"}, 400, "name"),
+        ({"name": ""}, 400, "name"),
+        ({"name": "low"}, 409, "name"),
+        ({"consent": "no"}, 400, "consent"),
+        ({"audio_sample": None}, 400, "audio_sample"),
+        ({"audio_sample": b"nothing"}, 400, "audio_sample"),
+        ({"audio_sample": wav(level=0.0)}, 400, "audio_sample"),
+        ({"audio_sample": wav(seconds=0.2)}, 400, "audio_sample"),
+        ({"audio_sample": b"\0" * 11_000_000}, 413, "audio_sample"),
+        ({"colour": "red"}, 400, "colour"),
+    ],
+)
+def test_a_bad_upload_is_named(
+    server: tuple[str, Any], given: dict[str, Any], status: int, field: str
+) -> None:
+    answer = upload(server[0] + "/v1/audio/voices", **given)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == field
