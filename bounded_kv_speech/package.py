@@ -62,6 +62,7 @@ class Package:
         return AsyncEngineArgs(
             model=str(self.folder / "lm"),
             dtype="float32",
+            enforce_eager=True,  # compiling takes a minute at each start
             max_model_len=_STREAM_TOKENS,
             max_num_seqs=max_streams,
             kv_cache_memory_bytes=room * entry,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def main(argv: list[str] | None = None) -> int:
         for i, (name, voice) in enumerate(teacher.BUILT_IN.items())
     }
     save(args.out, lm.weights(), codec, voices)
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(args.out)}"
+        for path in sorted(args.out.rglob("*.safetensors"))
+    ]
+    (args.out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     print(f"{args.out}: {size / 1e6:.1f} MB, voices {', '.join(voices)}")
     return 0

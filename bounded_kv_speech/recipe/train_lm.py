@@ -31,8 +31,8 @@ from bounded_kv_speech.recipe.training import Training, load_trained, moved_aver
 from bounded_kv_speech.recipe.utterances import Sittings, load
 from bounded_kv_speech.tokens import END, FIRST_CODE, PAD, SPEECH, VOCAB_SIZE, VOICE
 
-BATCH, LENGTH = 8, 704
-LEARNING_RATE = 2.5e-3
+BATCH, LENGTH = 4, 704
+LEARNING_RATE = 2e-3
 CHECKPOINT_STEPS = 100
 NAME = "lm"
 """Of its checkpoint."""
@@ -201,7 +201,7 @@ def load_voice(work: Path) -> Voice:
 def evaluate(voice: Voice, said: Sittings, among: NDArray[np.int64]) -> float:
     """Mean loss over the same few streams that are never learned from."""
     rng = np.random.default_rng(7)
-    return float(np.mean([voice(batch_of(said, among, rng)).item() for _ in range(2)]))
+    return float(np.mean([voice(batch_of(said, among, rng)).item() for _ in range(4)]))
 
 
 if __name__ == "__main__":
