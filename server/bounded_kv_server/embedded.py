@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bounded_kv_server.profile import Chosen, Chunk, Floats, SpeechModel
+from bounded_kv_server.settings import SpeechSettings
 from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.frames import CODE_RATE, SAMPLE_RATE
 from bounded_kv_speech.front_end import FrontEnd
@@ -74,10 +75,10 @@ class EmbeddedProfile:
 
     logits_processors = ("bounded_kv_speech.order:PhoneOrder",)
 
-    def load(self, engine_client: Any, max_streams: int) -> SpeechModel:
+    def load(self, engine_client: Any, settings: SpeechSettings) -> SpeechModel:
         """The package that holds the served model, in its folder `lm`."""
         package = Package.load(Path(engine_client.vllm_config.model_config.model).parent)
-        return Embedded(engine_client, package, max_streams)
+        return Embedded(engine_client, package, settings.max_audio_streams)
 
 
 PROFILE = EmbeddedProfile()

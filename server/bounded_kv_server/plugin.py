@@ -56,8 +56,7 @@ class SpeechExtension:
         from bounded_kv_server.pins import EnginePins
         from bounded_kv_server.server import SpeechServer
 
-        most = chosen.max_audio_streams
-        model = None if name is None else profile.find(name).load(engine_client, most)
+        model = None if name is None else profile.find(name).load(engine_client, chosen)
         served = args.served_model_name or [args.model]
         state.bounded_kv_speech = SpeechServer(model, served, chosen, EnginePins(engine_client))
         await state.bounded_kv_speech.start()

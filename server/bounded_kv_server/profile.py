@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from bounded_kv_server.settings import SpeechSettings
+
 Floats = NDArray[np.float32]
 GROUP = "bounded_kv_server.profiles"
 
@@ -93,8 +95,8 @@ class Profile(Protocol):
     logits_processors: Sequence[str]
     """For vLLM, as `module:class`."""
 
-    def load(self, engine_client: Any, max_streams: int) -> SpeechModel:
-        """The model that `engine_client` serves, for up to `max_streams` streams at once.
+    def load(self, engine_client: Any, settings: SpeechSettings) -> SpeechModel:
+        """The model that `engine_client` serves.
 
         Raises:
             OSError, ValueError: what belongs to the model is not there or not as it must be.

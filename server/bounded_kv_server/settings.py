@@ -16,6 +16,7 @@ class SpeechSettings:
     """See the flags below."""
 
     profile: str | None = None
+    codec: str | None = None
     max_audio_streams: int = 16
     max_audio_queue: int = 64
     max_speech_input: int = 4096
@@ -59,14 +60,19 @@ class SpeechSettings:
 
 
 def _flag(name: str) -> str:
-    return {"profile": "--speech-profile"}.get(name, f"--{name.replace('_', '-')}")
+    flags = {"profile": "--speech-profile", "codec": "--speech-codec"}
+    return flags.get(name, f"--{name.replace('_', '-')}")
 
 
 def add_flags(flag: Callable[..., None]) -> None:
     """Add them, with what adds one that writes into `additional_config`."""
     default = SpeechSettings()
     texts: dict[str, tuple[type, str]] = {
-        "profile": (str, "How the model's tokens become sound (default: as its config.json says)."),
+        "profile": (str, "How tokens become sound (default: as the model's config.json says)."),
+        "codec": (
+            str,
+            "Folder or hub name of the codec's weights (default: the profile's).",
+        ),
         "max_audio_streams": (int, "Streams that sound at once; others wait"),
         "max_audio_queue": (int, "Requests that wait for their turn; others get status 503"),
         "max_speech_input": (int, "Characters of a request's input at most"),

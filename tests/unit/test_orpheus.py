@@ -1,0 +1,166 @@
+"""Orpheus' tokens to sound through the real SNAC, small and with random weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from snac import SNAC
+
+from bounded_kv_server.orpheus import (
+    BEGIN_OF_TEXT,
+    CODEBOOK,
+    END_OF_PROMPT,
+    END_OF_SPEECH,
+    FIRST_CODE,
+    START,
+    Frames,
+    Orpheus,
+)
+from bounded_kv_server.profile import Chosen
+from bounded_kv_server.snac_codec import FRAME_CODES, SnacCodec
+from bounded_kv_server.windowed import Windowed, reach
+
+NUM_FRAMES = 30
+NEAR = 1e-6
+
+
+@pytest.fixture(scope="module")
+def codec() -> SnacCodec:
+    torch.manual_seed(0)
+    model = SNAC(
+        sampling_rate=24_000,
+        encoder_dim=8,
+        encoder_rates=[2, 4, 8, 8],
+        decoder_dim=64,
+        decoder_rates=[8, 8, 4, 2],
+        attn_window_size=None,
+        codebook_size=CODEBOOK,
+        vq_strides=[4, 2, 1],
+    )
+    for parameter in model.decoder.parameters():  # else all but the last bias is lost in tanh
+        parameter.data *= 1.5
+    return SnacCodec(model.double())  # in float32, sums of other sizes round otherwise
+
+
+@pytest.fixture(scope="module")
+def frames() -> np.ndarray:
+    return np.random.default_rng(0).integers(CODEBOOK, size=(NUM_FRAMES, FRAME_CODES))
+
+
+def tokens_of(frames: np.ndarray) -> list[int]:
+    return (frames + FIRST_CODE + CODEBOOK * np.arange(FRAME_CODES)).reshape(-1).tolist()
+
+
+def test_the_decoder_reaches_a_few_frames(codec: SnacCodec) -> None:
+    assert 1 <= codec.back <= 4
+    assert 1 <= codec.ahead <= 4
+    assert (codec.rate, codec.frame_samples) == (24_000, 2048)
+
+
+@pytest.mark.parametrize("sizes", [[1], [3], [1, 7, 2], [NUM_FRAMES]])
+def test_streamed_is_at_once(codec: SnacCodec, frames: np.ndarray, sizes: list[int]) -> None:
+    stream = Windowed(lambda f, first: codec.decode(f, first, 5), codec.back, codec.ahead)
+    parts, at, i = [], 0, 0
+    while at < NUM_FRAMES:
+        parts.append(stream.feed(frames[at : at + sizes[i % len(sizes)]]))
+        at += sizes[i % len(sizes)]
+        i += 1
+        assert len(stream._kept) <= codec.back + codec.ahead + max(sizes)
+    parts.append(stream.finish())
+    whole = codec.decode(frames, 0, 5)
+    assert len(whole) == NUM_FRAMES * codec.frame_samples
+    assert whole.std() > 0.01
+    assert np.abs(np.concatenate(parts) - whole).max() < NEAR
+
+
+def test_control_one_frame_less_is_heard(codec: SnacCodec, frames: np.ndarray) -> None:
+    whole = codec.decode(frames, 0, 5)
+    for back, ahead in [(codec.back - 1, codec.ahead), (codec.back, codec.ahead - 1)]:
+        stream = Windowed(lambda f, first: codec.decode(f, first, 5), back, ahead)
+        parts = [stream.feed(frame[None]) for frame in frames] + [stream.finish()]
+        assert np.abs(np.concatenate(parts) - whole).max() > 10 * NEAR
+
+
+def test_noise_is_the_seeds(codec: SnacCodec, frames: np.ndarray) -> None:
+    assert np.array_equal(codec.decode(frames, 0, 1), codec.decode(frames, 0, 1))
+    assert not np.allclose(codec.decode(frames, 0, 1), codec.decode(frames, 0, 2))
+
+
+def test_a_reach_that_is_not_found_is_said() -> None:
+    def everything(frames: np.ndarray, first: int) -> np.ndarray:
+        return np.full(len(frames) * 2, frames.sum(), np.float32)
+
+    with pytest.raises(ValueError, match="3 frames or more"):
+        reach(everything, np.array([[0], [1]]), 3)
+
+
+def test_other_snacs_are_refused() -> None:
+    model = SNAC(encoder_dim=8, decoder_dim=64, vq_strides=[8, 4, 2, 1])
+    with pytest.raises(ValueError, match="snac_24khz"):
+        SnacCodec(model)
+
+
+def test_tokens_come_in_any_pieces_and_strays_are_left_out(frames: np.ndarray) -> None:
+    tokens = tokens_of(frames)
+    tokens[10:10] = [5, END_OF_SPEECH, FIRST_CODE]
+    collected, found = Frames(), []
+    for at in range(0, len(tokens), 5):
+        found.append(collected.add(tokens[at : at + 5]))
+    assert np.array_equal(np.concatenate(found), frames)
+
+
+class Engine:
+    """Answers each turn with the next frames; keeps what it was asked."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        self.answers, self.asked = answers, []
+
+    async def generate(self, pieces: Any, params: Any, name: str) -> AsyncGenerator[Any]:
+        answers = iter(self.answers)
+        async for piece in pieces:
+            self.asked.append((piece.prompt["prompt_token_ids"], piece.sampling_params))
+            answer = [*next(answers), END_OF_SPEECH]
+            for at in range(0, len(answer), 3):
+                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer[at : at + 3])])
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+
+def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
+    engine = Engine([tokens_of(frames[:12]), tokens_of(frames[12:])])
+    model = Orpheus(engine, Letters(), codec)
+    utterances = model.utterances('"Hello there." Bye! ...')
+    assert utterances[1] == [*map(ord, " Bye!"), *END_OF_PROMPT]
+    assert len(utterances) == 2
+
+    async def run() -> tuple[np.ndarray, int]:
+        async def given() -> AsyncGenerator[Sequence[int]]:
+            for utterance in utterances:
+                yield utterance
+
+        chunks = [
+            chunk
+            async for chunk in model.speak("a", model.voices["leo"], given(), Chosen(0.4, seed=5))
+        ]
+        return np.concatenate([c.samples for c in chunks]), sum(c.num_ended for c in chunks)
+
+    samples, ended = asyncio.run(run())
+    assert ended == 2
+    assert np.abs(samples - codec.decode(frames, 0, 5)).max() < NEAR
+    prompt, params = engine.asked[0]
+    assert prompt == [START, BEGIN_OF_TEXT, *map(ord, 'leo: "Hello there."'), *END_OF_PROMPT]
+    assert params.extra_args == {"kv_source_len": 6}
+    assert (params.temperature, params.seed) == (0.4, 5)
+    assert END_OF_SPEECH in params.stop_token_ids
