@@ -3,8 +3,8 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-engine test-http check bench bench-kernels \
-	eval eval-voice soak voice clean
+.PHONY: help setup demo serve test test-unit test-parity test-speech test-engine test-http \
+	check bench bench-kernels bench-speech eval eval-voice soak voice clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,7 +15,7 @@ setup:  ## Create .venv and install (DEVICE=cpu or cuda)
 demo: setup  ## Watch one answer outgrow its cache
 	@.venv/bin/python -m vllm_bounded_kv.demo $(ARGS)
 
-serve: setup  ## Serve with a bounded cache (MODEL, HOST, PORT, ARGS)
+serve: setup  ## Serve with a bounded cache (MODEL, or MODEL=voice; HOST, PORT, ARGS)
 	@scripts/serve
 
 test: setup  ## Run all tests
@@ -26,6 +26,9 @@ test-unit: setup  ## Seconds: pure arithmetic, configuration, vLLM's scheduler w
 
 test-parity: setup  ## Attention against a float64 list of everything
 	@scripts/test parity
+
+test-speech: setup  ## The embedded voice through vLLM, and its server
+	@scripts/test speech
 
 test-engine: setup  ## Real engines in process, against a float64 model
 	@scripts/test engine
@@ -41,6 +44,9 @@ bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
 
 bench-kernels: setup  ## The slot pool's attention against dense SDPA, and planning (ARGS)
 	@.venv/bin/python -m benchmarks.kernels $(ARGS)
+
+bench-speech: setup  ## The speech server as its listeners hear it, alone and under load (ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.speech $(ARGS)
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
 	@.venv/bin/python -m benchmarks.quality $(ARGS)

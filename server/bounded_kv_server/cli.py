@@ -18,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Become `vllm serve`."""
     parser = argparse.ArgumentParser(
         prog="bounded-kv-server",
+        allow_abbrev=False,
         description="Serve speech. All further flags are vLLM's and the plugin's: see "
         "`vllm serve --help=all`.",
     )

@@ -19,7 +19,7 @@ from openai import OpenAI
 from bounded_kv_server.cli import NAME, embedded_flags
 from bounded_kv_speech.frames import SAMPLE_RATE
 from bounded_kv_speech.package import BUILT_IN
-from support.server import figures, parse_metrics, serving, wait_until
+from support.server import parse_metrics, serving, wait_until
 from support.sounds import samples_of
 from vllm_bounded_kv.launch import VllmServer
 
@@ -230,10 +230,3 @@ def test_a_socket_speaks_while_text_arrives(server: VllmServer) -> None:
     whole = say(server, " ".join(TEXTS[:2]))
     assert sound == whole
     wait_until_silent(server)
-
-
-def test_the_default_text_model_says_why_it_does_not_speak(shared_server: VllmServer) -> None:
-    answer = httpx.post(f"{shared_server.url}/v1/audio/speech", json={"input": "Hello."})
-    assert answer.status_code == 404
-    assert "no speech profile" in answer.json()["error"]["message"]
-    assert figures(shared_server.url)["slots_used"] == 0
