@@ -17,6 +17,7 @@ class SpeechSettings:
 
     profile: str | None = None
     codec: str | None = None
+    speech_config: str | None = None
     max_audio_streams: int = 16
     max_audio_queue: int = 64
     max_speech_input: int = 4096
@@ -73,6 +74,7 @@ def add_flags(flag: Callable[..., None]) -> None:
             str,
             "Folder or hub name of the codec's weights (default: the profile's).",
         ),
+        "speech_config": (str, "YAML file that describes the model, for the profile `codec`."),
         "max_audio_streams": (int, "Streams that sound at once; others wait"),
         "max_audio_queue": (int, "Requests that wait for their turn; others get status 503"),
         "max_speech_input": (int, "Characters of a request's input at most"),

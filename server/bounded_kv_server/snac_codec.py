@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from bounded_kv_server.profile import Floats
-from bounded_kv_server.windowed import Frames, reach
+from bounded_kv_server.windowed import Frames, Reach, Windowed
 
-FRAME_CODES = 7
+FRAME_CODES, CODEBOOK = 7, 4096
 """Codes of a frame, of SNAC's three codebooks: one, two and four of them."""
 ORDER = ((0,), (1, 4), (2, 3, 5, 6))
 """Which of a frame's codes are of which codebook, as Orpheus writes them."""
@@ -38,8 +38,7 @@ class SnacCodec:
     """A `snac.SNAC` of three codebooks, made ready; not for two threads at once."""
 
     model: Any
-    back: int = field(init=False)
-    ahead: int = field(init=False)
+    reach: Reach = field(init=False)
     _place: _Place = field(default_factory=_Place, init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +58,7 @@ class SnacCodec:
             setattr(module, name, _PlacedNoise(getattr(module, name).linear, number, self._place))
         size = self.model.codebook_size
         some = np.stack([np.zeros(FRAME_CODES, np.int64), np.full(FRAME_CODES, size // 2)])
-        self.back, self.ahead = reach(partial(self.decode, seed=0), some, _MOST_FRAMES)
+        self.reach = Reach.of(partial(self.decode, seed=0), some, _MOST_FRAMES)
 
     @classmethod
     def load(cls, name: str) -> SnacCodec:
@@ -82,6 +81,10 @@ class SnacCodec:
     def frame_samples(self) -> int:
         """Of a frame."""
         return int(self.model.hop_length) * 4
+
+    def stream(self, seed: int) -> Windowed:
+        """A new stream, with noise of its own."""
+        return Windowed(partial(self.decode, seed=seed), self.reach)
 
     @torch.inference_mode()
     def decode(self, frames: Frames, first: int, seed: int) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,19 +13,11 @@ import pytest
 import torch
 from snac import SNAC
 
-from bounded_kv_server.orpheus import (
-    BEGIN_OF_TEXT,
-    CODEBOOK,
-    END_OF_PROMPT,
-    END_OF_SPEECH,
-    FIRST_CODE,
-    START,
-    Frames,
-    Orpheus,
-)
+from bounded_kv_server.codec_model import FrameReader
+from bounded_kv_server.orpheus import BEGIN_OF_TEXT, CODES, END_OF_PROMPT, START, orpheus
 from bounded_kv_server.profile import Chosen
-from bounded_kv_server.snac_codec import FRAME_CODES, SnacCodec
-from bounded_kv_server.windowed import Windowed, reach
+from bounded_kv_server.snac_codec import CODEBOOK, FRAME_CODES, SnacCodec
+from bounded_kv_server.windowed import Reach, Windowed
 
 NUM_FRAMES = 30
 NEAR = 1e-6
@@ -54,24 +47,24 @@ def frames() -> np.ndarray:
 
 
 def tokens_of(frames: np.ndarray) -> list[int]:
-    return (frames + FIRST_CODE + CODEBOOK * np.arange(FRAME_CODES)).reshape(-1).tolist()
+    return (frames + CODES.first + CODEBOOK * np.arange(FRAME_CODES)).reshape(-1).tolist()
 
 
 def test_the_decoder_reaches_a_few_frames(codec: SnacCodec) -> None:
-    assert 1 <= codec.back <= 4
-    assert 1 <= codec.ahead <= 4
+    assert 1 <= codec.reach.back <= 4
+    assert 1 <= codec.reach.ahead <= 4
     assert (codec.rate, codec.frame_samples) == (24_000, 2048)
 
 
 @pytest.mark.parametrize("sizes", [[1], [3], [1, 7, 2], [NUM_FRAMES]])
 def test_streamed_is_at_once(codec: SnacCodec, frames: np.ndarray, sizes: list[int]) -> None:
-    stream = Windowed(lambda f, first: codec.decode(f, first, 5), codec.back, codec.ahead)
+    stream = codec.stream(5)
     parts, at, i = [], 0, 0
     while at < NUM_FRAMES:
         parts.append(stream.feed(frames[at : at + sizes[i % len(sizes)]]))
         at += sizes[i % len(sizes)]
         i += 1
-        assert len(stream._kept) <= codec.back + codec.ahead + max(sizes)
+        assert len(stream._kept) <= codec.reach.back + codec.reach.ahead + max(sizes)
     parts.append(stream.finish())
     whole = codec.decode(frames, 0, 5)
     assert len(whole) == NUM_FRAMES * codec.frame_samples
@@ -81,8 +74,9 @@ def test_streamed_is_at_once(codec: SnacCodec, frames: np.ndarray, sizes: list[i
 
 def test_control_one_frame_less_is_heard(codec: SnacCodec, frames: np.ndarray) -> None:
     whole = codec.decode(frames, 0, 5)
-    for back, ahead in [(codec.back - 1, codec.ahead), (codec.back, codec.ahead - 1)]:
-        stream = Windowed(lambda f, first: codec.decode(f, first, 5), back, ahead)
+    reach = codec.reach
+    for less in (replace(reach, back=reach.back - 1), replace(reach, ahead=reach.ahead - 1)):
+        stream = Windowed(lambda f, first: codec.decode(f, first, 5), less)
         parts = [stream.feed(frame[None]) for frame in frames] + [stream.finish()]
         assert np.abs(np.concatenate(parts) - whole).max() > 10 * NEAR
 
@@ -97,7 +91,7 @@ def test_a_reach_that_is_not_found_is_said() -> None:
         return np.full(len(frames) * 2, frames.sum(), np.float32)
 
     with pytest.raises(ValueError, match="3 frames or more"):
-        reach(everything, np.array([[0], [1]]), 3)
+        Reach.of(everything, np.array([[0], [1]]), 3)
 
 
 def test_other_snacs_are_refused() -> None:
@@ -108,8 +102,8 @@ def test_other_snacs_are_refused() -> None:
 
 def test_tokens_come_in_any_pieces_and_strays_are_left_out(frames: np.ndarray) -> None:
     tokens = tokens_of(frames)
-    tokens[10:10] = [5, END_OF_SPEECH, FIRST_CODE]
-    collected, found = Frames(), []
+    tokens[10:10] = [5, CODES.end, CODES.first]
+    collected, found = FrameReader(CODES), []
     for at in range(0, len(tokens), 5):
         found.append(collected.add(tokens[at : at + 5]))
     assert np.array_equal(np.concatenate(found), frames)
@@ -125,7 +119,7 @@ class Engine:
         answers = iter(self.answers)
         async for piece in pieces:
             self.asked.append((piece.prompt["prompt_token_ids"], piece.sampling_params))
-            answer = [*next(answers), END_OF_SPEECH]
+            answer = [*next(answers), CODES.end]
             for at in range(0, len(answer), 3):
                 yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer[at : at + 3])])
 
@@ -140,7 +134,7 @@ class Letters:
 
 def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
     engine = Engine([tokens_of(frames[:12]), tokens_of(frames[12:])])
-    model = Orpheus(engine, Letters(), codec)
+    model = orpheus(engine, Letters(), codec)
     utterances = model.utterances('"Hello there." Bye! ...')
     assert utterances[1] == [*map(ord, " Bye!"), *END_OF_PROMPT]
     assert len(utterances) == 2
@@ -163,4 +157,4 @@ def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
     assert prompt == [START, BEGIN_OF_TEXT, *map(ord, 'leo: "Hello there."'), *END_OF_PROMPT]
     assert params.extra_args == {"kv_source_len": 6}
     assert (params.temperature, params.seed) == (0.4, 5)
-    assert END_OF_SPEECH in params.stop_token_ids
+    assert CODES.end in params.stop_token_ids
