@@ -3,7 +3,7 @@ DEVICE ?= cpu
 export DEVICE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-unit test-parity test-speech test-engine test-http \
+.PHONY: help setup demo demo-text serve test test-unit test-parity test-speech test-engine test-http \
 	check bench bench-kernels bench-speech eval eval-voice soak voice clean
 
 help:  ## Show this list
@@ -12,7 +12,10 @@ help:  ## Show this list
 setup:  ## Create .venv and install (DEVICE=cpu or cuda)
 	@scripts/setup $(DEVICE)
 
-demo: setup  ## Watch one answer outgrow its cache
+demo: setup  ## Hear a paragraph spoken in one stream that does not grow
+	@OMP_NUM_THREADS=1 .venv/bin/python -m bounded_kv_speech.demo $(ARGS)
+
+demo-text: setup  ## Watch one chat answer outgrow its cache
 	@.venv/bin/python -m vllm_bounded_kv.demo $(ARGS)
 
 serve: setup  ## Serve with a bounded cache (MODEL, or MODEL=voice; HOST, PORT, ARGS)

@@ -16,11 +16,9 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from bounded_kv_speech.frames import CODE_RATE
+from bounded_kv_speech.durations import LONGEST, longest
 from bounded_kv_speech.tokens import END, FIRST_CODE, SPEECH, TEXT
 
-LONGEST = CODE_RATE
-"""Codes of one phone, or of the silence before the first: a second of them."""
 _SPARE_PHONES = 256
 _NOTHING: list[int] = [-1]
 
@@ -34,6 +32,8 @@ class Order:
         self.echoed = np.zeros(num_rows, np.int64)
         self.held = np.zeros(num_rows, np.int64)
         self._phones = np.full((num_rows, _SPARE_PHONES), END)
+        self._longest = np.full((num_rows, _SPARE_PHONES), LONGEST)
+        """Codes at most when so many phones have been echoed."""
         self._seen = np.zeros(num_rows, np.int64)
         self._outputs = [_NOTHING] * num_rows
 
@@ -47,8 +47,10 @@ class Order:
         if len(phones) >= self._phones.shape[1]:
             more = len(phones) + _SPARE_PHONES - self._phones.shape[1]
             self._phones = np.pad(self._phones, ((0, 0), (0, more)), constant_values=END)
+            self._longest = np.pad(self._longest, ((0, 0), (0, more)), constant_values=LONGEST)
         self._phones[row] = END
         self._phones[row, : len(phones)] = phones
+        self._longest[row, : len(phones) + 1] = longest(phones)
         self.speaks[row], self._outputs[row] = True, outputs
         self._read(row, said)
 
@@ -60,7 +62,8 @@ class Order:
     def move(self, source: int, target: int, swap: bool) -> None:
         """The row `source` becomes `target`, and the other way round with `swap`."""
         pair, other = [source, target], [target, source]
-        for each in (self.speaks, self.echoed, self.held, self._phones, self._seen):
+        arrays = (self.speaks, self.echoed, self.held, self._phones, self._longest, self._seen)
+        for each in arrays:
             each[other] = each[pair]
         outputs = self._outputs
         outputs[source], outputs[target] = outputs[target], outputs[source]
@@ -85,9 +88,7 @@ class Order:
 
     def next_tokens(self, rows: np.ndarray) -> np.ndarray:
         """The one token that may follow besides codes: the next phone, or `END`."""
-        return np.asarray(
-            self._phones[rows, np.minimum(self.echoed[rows], self._phones.shape[1] - 1)]
-        )
+        return np.asarray(self._phones[rows, self._at(rows)])
 
     def may_go_on(self, rows: np.ndarray) -> np.ndarray:
         """Whether that token may follow now: a phone has a code, the silence before none."""
@@ -95,7 +96,10 @@ class Order:
 
     def must_go_on(self, rows: np.ndarray) -> np.ndarray:
         """Whether nothing else may."""
-        return np.asarray(self.held[rows] >= LONGEST)
+        return np.asarray(self.held[rows] >= self._longest[rows, self._at(rows)])
+
+    def _at(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(np.minimum(self.echoed[rows], self._phones.shape[1] - 1))
 
     def _read(self, row: int, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -20,8 +21,8 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from bounded_kv_speech.decode import StreamingDecoder
+from bounded_kv_speech.durations import LONGEST
 from bounded_kv_speech.frames import Floats
-from bounded_kv_speech.order import LONGEST
 from bounded_kv_speech.tokens import END, SPEECH
 
 
@@ -29,7 +30,7 @@ from bounded_kv_speech.tokens import END, SPEECH
 class Sampling:
     """How the model's tokens are chosen."""
 
-    temperature: float = 0.7
+    temperature: float = 0.3
     top_k: int = 50
     seed: int | None = None
     """Of the choice and of the noise in the sound."""
@@ -39,9 +40,9 @@ class Sampling:
 class Said:
     """Some of a stream's sound, and what it was made of."""
 
-    samples: Floats
+    samples: Floats = field(repr=False)
     """`[CODE_SAMPLES * codes]`; none where there are no codes among the tokens."""
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     """An `END` after each utterance. Where the caller is slow, they may be of more than one."""
 
 
@@ -88,12 +89,13 @@ class Speaker:
             pieces = _pieces(voice, utterances, chosen)
             first = _params(chosen, len(voice), ())
             before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
-            async for output in self._llm.generate(pieces, first, name):
-                for part in output.outputs:
-                    tokens = list(part.token_ids)
-                    heard = before + [SPEECH if token == END else token for token in tokens]
-                    before = []
-                    yield Said(await self._decoding.decode(name, heard), tokens)
+            async with aclosing(self._llm.generate(pieces, first, name)) as outputs:
+                async for output in outputs:
+                    for part in output.outputs:
+                        tokens = list(part.token_ids)
+                        heard = before + [SPEECH if token == END else token for token in tokens]
+                        before = []
+                        yield Said(await self._decoding.decode(name, heard), tokens)
         finally:
             await self._decoding.close(name)
 
@@ -132,6 +134,7 @@ class _Decoding:
     """Of `streams`, which is not to change during a step."""
     _waiting: dict[str, tuple[list[int], asyncio.Future[Floats]]] = field(default_factory=dict)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def start(self) -> None:
         """Begin to decode."""
@@ -157,6 +160,12 @@ class _Decoding:
     async def close(self, name: str) -> None:
         """End a stream, whatever it still waits for."""
         self._waiting.pop(name, None)
+        closing = asyncio.create_task(self._close(name))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)  # who is cancelled here has closed all the same
+
+    async def _close(self, name: str) -> None:
         async with self._lock:
             self.streams.close(name)
 

@@ -69,11 +69,13 @@ def main(argv: list[str] | None = None) -> int:
         "nearest_to_own_voice": words.likeness(package, heard),
         "five_minutes": endless.judged(long, EITHER_END),
     }
+    args.out.mkdir(parents=True, exist_ok=True)
+    _write_samples(args.out, said, package)
+    written = args.out / "voice.json"
+    written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if not args.no_speed:
         result["one_core"] = _speed(args.package)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "voice.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    _write_samples(args.out, said, package)
+        written.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     plot(result, args.out / "voice.png")
     print(table(result), end="\n\n")
     print(json.dumps(result))

@@ -73,7 +73,9 @@ async def _measure(package: Package, counts: Sequence[int]) -> dict[str, Any]:
     most = max(counts)
     with tempfile.TemporaryDirectory() as folder:
         engine = package.engine_args(most)
-        engine.profiler_config = ProfilerConfig(profiler="torch", torch_profiler_dir=folder)
+        engine.profiler_config = ProfilerConfig(
+            profiler="torch", torch_profiler_dir=folder, torch_profiler_with_stack=False
+        )
         llm = AsyncLLM.from_engine_args(engine)
         try:
             decoder = _Timed(package.codec.decoder, most)

@@ -13,18 +13,18 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 from pydantic import ValidationError
 
+from bounded_kv_server.apart import Apart
 from bounded_kv_server.encoded import Encoded
 from bounded_kv_server.encoding import Encoder
 from bounded_kv_server.errors import SpeechError, as_status
 from bounded_kv_server.messages import MESSAGE, Clear, Close, Config, Done, Message, Text
 from bounded_kv_server.metrics import Clock
-from bounded_kv_server.profile import Chosen
+from bounded_kv_server.profile import Chosen, Chunk
 from bounded_kv_server.sentences import Sentences
 from bounded_kv_server.server import SpeechServer, server_of
 
@@ -137,7 +137,10 @@ class _Session:
 
     async def _one_stream(self, encoding: Encoded) -> bool:
         """Speak until the stream ends (False) or is cleared (True)."""
-        speaking = asyncio.create_task(self._speak(encoding))
+        chosen = Chosen(self._config.temperature, self._config.seed)
+        name = f"speech-{uuid.uuid4()}"
+        sound = Apart(self._model.speak(name, self._voice, self._utterances(), chosen))
+        speaking = asyncio.create_task(self._speak(sound, encoding))
         reading = asyncio.create_task(self._read())
         try:
             await asyncio.wait([speaking, reading], return_when=asyncio.FIRST_COMPLETED)
@@ -148,7 +151,7 @@ class _Session:
         finally:
             for task in (speaking, reading):
                 task.cancel()
-            await asyncio.gather(speaking, reading, return_exceptions=True)
+            await asyncio.gather(speaking, reading, sound.stop(), return_exceptions=True)
 
     async def _read(self) -> bool:
         """Take the client's messages; returns True when it clears, and False when it closes."""
@@ -159,6 +162,14 @@ class _Session:
                 lambda: self._num_said < self._num_given,
             )
             if isinstance(message, Text):
+                most = self._server.settings.max_speech_input
+                if len(message.text) > most:
+                    raise SpeechError(
+                        400,
+                        "text",
+                        f"text has {len(message.text)} characters; a message must have at most "
+                        f"{most} (--max-speech-input)",
+                    )
                 await self._take(self._sentences.add(message.text))
             elif isinstance(message, Done):
                 await self._take(self._sentences.flush())
@@ -191,22 +202,17 @@ class _Session:
                 "(--max-speech-input): wait for speech.done",
             )
 
-    async def _speak(self, encoding: Encoded) -> None:
-        config = self._config
-        chosen = Chosen(config.temperature, config.seed)
-        name = f"speech-{uuid.uuid4()}"
-        async with aclosing(
-            self._model.speak(name, self._voice, self._utterances(), chosen)
-        ) as stream:
-            async for chunk in stream:
-                if len(chunk.samples):
-                    data = await encoding.encode(chunk.samples)
-                    self._clock.heard(len(chunk.samples) / self._model.rate / config.speed)
-                    if data:
-                        await self._socket.send_bytes(data)
-                if chunk.num_ended:
-                    self._num_said += chunk.num_ended
-                    await self._answer_marks()
+    async def _speak(self, sound: Apart[Chunk], encoding: Encoded) -> None:
+        """Send the sound of a stream, to its end."""
+        while chunk := await sound.next():
+            if len(chunk.samples):
+                data = await encoding.encode(chunk.samples)
+                self._clock.heard(len(chunk.samples) / self._model.rate / self._config.speed)
+                if data:
+                    await self._socket.send_bytes(data)
+            if chunk.num_ended:
+                self._num_said += chunk.num_ended
+                await self._answer_marks()
         if self._num_said < self._num_given:
             raise SpeechError(500, None, "the stream has ended early: it is as long as may be")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from bounded_kv_server.profile import Chosen, Chunk, Floats, SpeechModel
 from bounded_kv_server.settings import SpeechSettings
 from bounded_kv_speech.decode import StreamingDecoder
+from bounded_kv_speech.durations import LONGEST
 from bounded_kv_speech.frames import CODE_RATE, SAMPLE_RATE
 from bounded_kv_speech.front_end import FrontEnd
-from bounded_kv_speech.order import LONGEST
 from bounded_kv_speech.package import Package
 from bounded_kv_speech.speak import Sampling, Speaker
 from bounded_kv_speech.tokens import END, FIRST_CODE, VOICE
@@ -31,7 +32,7 @@ class Embedded:
     def __init__(self, engine_client: Any, package: Package, max_streams: int) -> None:
         self.voices: Mapping[str, Sequence[int]] = package.voices
         self._encoder = package.codec.encoder
-        self._front_end = FrontEnd()
+        self._front_end, self._words = FrontEnd(), threading.Lock()
         self._speaker = Speaker(engine_client, StreamingDecoder(package.codec.decoder, max_streams))
 
     async def start(self) -> None:
@@ -41,7 +42,8 @@ class Embedded:
 
     def utterances(self, text: str) -> list[list[int]]:
         """Sentences, in phones."""
-        return self._front_end.utterances(text)
+        with self._words:
+            return self._front_end.utterances(text)
 
     def voice_of(self, samples: Floats) -> NDArray[np.int64]:
         """Its codes."""

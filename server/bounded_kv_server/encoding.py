@@ -14,7 +14,6 @@ from typing import Self
 import av
 import numpy as np
 from av.audio.frame import AudioFrame
-from av.audio.stream import AudioStream
 
 from bounded_kv_server.tempo import Tempo
 from bounded_kv_server.wav_header import wav_header
@@ -53,12 +52,11 @@ _CONTENT_TYPES = {
 FORMATS = tuple(_CONTENT_TYPES)
 # Speech in one channel needs no more bits; mp3 takes no more at 8 kHz.
 _CODECS = {
-    # Both headers are for files: they would be filled in at the end.
-    "mp3": _Codec("libmp3lame", "mp3", 64_000, {"id3v2_version": "0", "write_xing": "0"}),
+    "mp3": _Codec("libmp3lame", "mp3", 64_000),
     # A page is held back until the next one begins, and is a second long if not told otherwise.
     "opus": _Codec("libopus", "ogg", 48_000, {"page_duration": "40000"}),
     "aac": _Codec("aac", "adts", 64_000),
-    # The room that files leave for tags is larger than a second of sound.
+    # Else there is room for 8 KiB of tags before the sound.
     "flac": _Codec("flac", "flac", options={"metadata_header_padding": "0"}),
 }
 
@@ -160,13 +158,13 @@ class _Coded:
             self._ready,
             "w",
             codec.muxer,
-            container_options={"flush_packets": "1", **codec.options},
+            container_options=codec.options,
         )
         stream = self._muxer.add_stream(codec.name, codec.rate(rate), layout="mono")
-        assert isinstance(stream, AudioStream)
-        self._stream = stream
+        assert isinstance(stream, av.AudioStream)
         if codec.bit_rate:
-            self._stream.bit_rate = codec.bit_rate
+            stream.bit_rate = codec.bit_rate
+        self._stream = stream
 
     def encode(self, pcm: bytes) -> bytes:
         """What is ready after samples of 16 bits. PyAV resamples them if the codec needs that."""

@@ -45,6 +45,10 @@ class SpeechError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
+GONE_S = 30
+"""After which a server whose engine is gone may be back."""
+
+
 async def answer(_: Request, error: Exception) -> JSONResponse:
     """The app's handler of `SpeechError`."""
     assert isinstance(error, SpeechError)
@@ -56,5 +60,5 @@ def as_status(error: Exception) -> SpeechError:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if isinstance(error, EngineDeadError):
-        return SpeechError(503, None, "the engine is gone; the server must be started anew")
+        return SpeechError(503, None, "the engine is gone; the server must be started anew", GONE_S)
     return SpeechError(500, None, f"speech failed: {type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from bounded_kv_server.apart import Apart
 from bounded_kv_server.metrics import Clock
 
 T = TypeVar("T")
@@ -19,11 +20,14 @@ class SpeechResponse(StreamingResponse):
 
     What fails after the first part breaks the transfer: the client's reading fails, it does not
     end. What fails before it fails in `begin`, where there can be another status.
+
+    `content` runs `Apart`.
     """
 
     def __init__(self, content: AsyncGenerator[bytes], clock: Clock, **kwargs: Any) -> None:
         super().__init__(self._all(), **kwargs)
-        self._content, self._clock = content, clock
+        self._parts = Apart(content)
+        self._clock = clock
         self._first = b""
         self._outcome = "left"
 
@@ -34,9 +38,9 @@ class SpeechResponse(StreamingResponse):
             whatever keeps it from coming.
         """
         try:
-            self._first = await anext(self._content, b"")
+            self._first = await self._parts.next() or b""
         except BaseException:
-            await self._content.aclose()
+            await self._parts.stop()
             raise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,15 +48,15 @@ class SpeechResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self._content.aclose()
+            await self._parts.stop()
             self._clock.close(self._outcome)
 
     async def _all(self) -> AsyncGenerator[bytes]:
         try:
-            if self._first:
-                yield self._first
-            async for part in self._content:
+            part: bytes | None = self._first
+            while part:
                 yield part
+                part = await self._parts.next()
         except Exception:
             self._outcome = "broken"
             raise

@@ -27,7 +27,7 @@ class Tempo:
         self._rate = rate
         self._num_read = 0
         self._graph = Graph()
-        self._graph.threads = 1  # else each stream starts as many as there are cores
+        self._graph.threads = 1  # else each stream starts some that have nothing to do
         source = self._graph.add_abuffer(
             sample_rate=rate, format="flt", layout="mono", time_base=Fraction(1, rate)
         )

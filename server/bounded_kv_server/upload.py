@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from bounded_kv_server.errors import SpeechError
-from bounded_kv_server.sample import MAX_BYTES
+from bounded_kv_server.sample_decoder import MAX_BYTES
 
 FORM_BYTES = 64 * 1024
 """Of everything but the sample."""

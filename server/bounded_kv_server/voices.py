@@ -14,12 +14,13 @@ from typing import Any
 from bounded_kv_server.errors import SpeechError
 from bounded_kv_server.pins import Pins
 from bounded_kv_server.profile import SpeechModel
-from bounded_kv_server.sample import SampleError, read_sample_safely
+from bounded_kv_server.sample import read_sample_safely
+from bounded_kv_server.sample_decoder import SampleError
 from bounded_kv_server.settings import SpeechSettings
 from bounded_kv_server.voice_store import StoredVoice, VoiceStore, VoiceStoreFull
 
-PIN_PREFIX = "voice-"
-"""Of the names of voices among the engine's pinned sources."""
+AT_ONCE = 2
+"""Samples that are decoded at a time."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Voices:
         self._model, self._pins = model, pins
         self._store = VoiceStore(settings.voices_folder, settings.max_voices)
         self._started = int(time.time())
+        self._decoding = asyncio.Semaphore(AT_ONCE)
+        self._storing = asyncio.Lock()
 
     async def start(self) -> None:
         """Pin what comes with the model, as far as the quota goes."""
@@ -73,11 +76,10 @@ class Voices:
         if name is None:
             name = next(iter(self._model.voices))
         if name in self._model.voices:
-            pinned_as, tokens = name, list(self._model.voices[name])
+            tokens = list(self._model.voices[name])
         else:
-            voice = self._find(name)
-            pinned_as, tokens = voice.id, self._model.source_of(voice.codes)
-        await self._pins.use(PIN_PREFIX + pinned_as, tokens)
+            tokens = self._model.source_of(self._find(name).codes)
+        await self._pins.use(tokens)
         return tokens
 
     async def add(self, name: str, data: bytes, consent: str) -> Listed:
@@ -89,14 +91,16 @@ class Voices:
         if name in self._model.voices:
             raise SpeechError(409, "name", f"name={name!r}: is a voice that comes with the model")
         try:
-            samples = await read_sample_safely(data)
-            codes = await asyncio.to_thread(self._model.voice_of, samples)
+            async with self._decoding:
+                samples = await read_sample_safely(data)
+                codes = await asyncio.to_thread(self._model.voice_of, samples)
         except (SampleError, ValueError) as error:
             raise SpeechError(400, "audio_sample", f"audio_sample: {error}") from error
         try:
-            voice = await asyncio.to_thread(
-                self._store.add, name, codes, consent=consent, created=int(time.time())
-            )
+            async with self._storing:
+                voice = await asyncio.to_thread(
+                    self._store.add, name, codes, consent=consent, created=int(time.time())
+                )
         except VoiceStoreFull as error:
             raise SpeechError(409, "name", str(error)) from error
         except ValueError as error:
@@ -115,7 +119,7 @@ class Voices:
         self._store.remove(name)
         # The same sample may go by another name.
         if all(other.id != voice.id for other in self._store.list()):
-            await self._pins.drop(PIN_PREFIX + voice.id)
+            await self._pins.drop(self._model.source_of(voice.codes))
         return _listed(voice)
 
     def _find(self, name: str) -> StoredVoice:

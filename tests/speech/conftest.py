@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from bounded_kv_speech.package import BUILT_IN
-
 
 @pytest.fixture(scope="session", autouse=True)
 def stock_plugins() -> Iterator[None]:
@@ -15,7 +13,3 @@ def stock_plugins() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("VLLM_PLUGINS", raising=False)
         yield
-
-
-collect_ignore_glob = [] if (BUILT_IN / "SHA256SUMS").exists() else ["test_*.py"]
-"""There are no weights to test yet."""

@@ -169,10 +169,10 @@ def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:
             took.append(time.monotonic() - start)
             time.sleep(0.02)
     assert statistics.quantiles(took, n=100)[-1] < 2.0
+    audio = sum(len(each.result()) for each in spoken) / 2 / SAMPLE_RATE
     after = metrics_of(server)
     name = "bounded_kv_speech_requests_total"
     assert after(name, outcome="ok") - before(name, outcome="ok") == CLIENTS
-    audio = sum(len(each.result()) for each in spoken) / 2 / SAMPLE_RATE
     name = "bounded_kv_speech_audio_seconds_total"
     assert after(name) - before(name) == pytest.approx(audio, rel=0.01)
     assert after("bounded_kv_speech_voices") == len(VOICES)

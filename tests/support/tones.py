@@ -82,6 +82,7 @@ class Tones:
                         yield Chunk((0.2 * np.sin(2 * np.pi * pitch * times)).astype("f4"), 1, 0)
                 yield Chunk(np.zeros(0, np.float32), 1, 1)
         finally:
+            await asyncio.sleep(0.01)  # what is closed may have to be waited for
             self.num_open -= 1
 
 
@@ -89,10 +90,10 @@ class NoPins:
     """Counts what would be pinned."""
 
     def __init__(self) -> None:
-        self.pinned: list[str] = []
+        self.pinned: list[list[int]] = []
 
-    async def use(self, name: str, tokens: list[int]) -> None:
-        self.pinned.append(name)
+    async def use(self, tokens: list[int]) -> None:
+        self.pinned.append(tokens)
 
-    async def drop(self, name: str) -> None:
-        self.pinned = [pinned for pinned in self.pinned if pinned != name]
+    async def drop(self, tokens: list[int]) -> None:
+        self.pinned = [pinned for pinned in self.pinned if pinned != tokens]

@@ -118,9 +118,7 @@ def test_one_encoder_a_socket(server: tuple[str, Any], format: str) -> None:
         data = b""
         while not (isinstance(message := socket.recv(timeout=10), str) and "closed" in message):
             data += message if isinstance(message, bytes) else b""
-    assert data.count({"opus": b"OpusHead", "wav": b"RIFF", "mp3": b"ID3"}[format]) == (
-        format != "mp3"
-    )
+    assert data.count({"opus": b"OpusHead", "wav": b"RIFF", "mp3": b"ID3"}[format]) == 1
 
 
 @pytest.mark.parametrize(

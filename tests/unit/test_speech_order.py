@@ -11,8 +11,18 @@ import torch
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-from bounded_kv_speech.order import LONGEST, PhoneOrder
-from bounded_kv_speech.tokens import END, FIRST_CODE, FIRST_PHONE, SPEECH, TEXT, VOCAB_SIZE, VOICE
+from bounded_kv_speech.durations import longest
+from bounded_kv_speech.order import PhoneOrder
+from bounded_kv_speech.tokens import (
+    END,
+    FIRST_CODE,
+    FIRST_PHONE,
+    SPEECH,
+    TEXT,
+    VOCAB_SIZE,
+    VOICE,
+    to_phones,
+)
 
 A, B, C = FIRST_PHONE, FIRST_PHONE + 1, FIRST_PHONE + 2
 CODE = FIRST_CODE + 11
@@ -75,14 +85,29 @@ def test_phones_follow_each_other_and_then_the_end() -> None:
     ]
 
 
-def test_a_phone_lasts_a_second_at_most() -> None:
-    order, outputs = processor(), [A]
-    order.update_state(update(1, (0, utterance(A, B), outputs)))
-    for _ in range(LONGEST - 1):
+@pytest.mark.parametrize("at", range(5))
+def test_a_phone_lasts_only_so_long(at: int) -> None:
+    """As do the silence before the first, and the last, which a pause follows."""
+    phones = [*to_phones("ə\u02c8i ."), END]
+    most = longest(phones[:-1])
+    assert most.tolist() == [6, 8, 12, 5, 10]
+    order, outputs = processor(), []
+    order.update_state(update(1, (0, utterance(*phones[:-1]), outputs)))
+    for phone in phones[:at]:
+        outputs += [CODE, phone]
+    if at:
+        outputs.pop(0)
+    for _ in range(most[at] - 1):
         outputs.append(CODE)
         assert allowed(order, 1)[0][1]
     outputs.append(CODE)
-    assert allowed(order, 1) == [({B}, False)]
+    assert allowed(order, 1) == [({phones[at]}, False)]
+
+
+def test_what_a_pause_follows_is_drawn_out() -> None:
+    assert longest(to_phones("b\u02c8i.")).tolist() == [6, 8, 24, 10]
+    assert longest(to_phones("b, b\u02c8i")).tolist() == [6, 18, 7, 5, 8, 24]
+    assert longest([]).tolist() == [6]
 
 
 def test_a_request_taken_up_again_goes_on_where_it_was() -> None:
