@@ -29,6 +29,8 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 VOICES = ("heart", "robin", "sage", "reed", "otto")
 LEAVERS = 60
+IDLE_THREADS = 8
+"""asyncio's own executor starts them as they are needed, up to cores + 4, and keeps them."""
 NEAR_STEP = 1
 """Of 16 bits."""
 
@@ -149,7 +151,7 @@ def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
         wait_until_silent(server)
         wait_until(lambda: metrics_of(server)("bounded_kv_speech_active_streams"), lambda n: n == 0)
         held.append((front_end.num_threads(), front_end.num_fds()))
-    assert held[1][0] <= held[0][0] + 2
+    assert held[1][0] <= held[0][0] + IDLE_THREADS
     assert held[1][1] <= held[0][1] + 4
     assert say(server, TEXTS[0]) == say(server, TEXTS[0])
 
