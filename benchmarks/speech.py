@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.voice.texts import sentences
 from bounded_kv_server.cli import NAME, embedded_flags
+from bounded_kv_server.listener import Listener
 from bounded_kv_speech.frames import SAMPLE_RATE
-from bounded_kv_speech.package import BUILT_IN
+from bounded_kv_speech.package import BUILT_IN, model_of
 from vllm_bounded_kv.launch import VllmServer
 
 CLIENTS = (1, 4, 8, 16)
-START_BUFFER_S = 0.1
 SAMPLE_BYTES = 2
 LOAD = 0.7
 """Of what the closed loop has shown, in the open loop."""
@@ -40,29 +40,11 @@ TIMEOUT_S = 300.0
 
 
 @dataclass
-class Heard:
+class Heard(Listener):
     """One request, as its listener hears it."""
 
-    asked: float
-    first_s: float = 0.0
     took_s: float = 0.0
-    audio_s: float = 0.0
-    underruns: int = 0
-    silence_s: float = 0.0
-    """Of all underruns."""
     status: int = 0
-    _play_from: float = field(default=0.0, repr=False)
-
-    def receive(self, now_s: float, num_bytes: int) -> None:
-        """More sound has come, `now_s` after the request."""
-        if not self.audio_s:
-            self.first_s, self._play_from = now_s, now_s + START_BUFFER_S
-        elif (late := now_s - self._play_from - self.audio_s) > 0:
-            self.underruns += 1
-            self.silence_s += late
-            self._play_from += late
-        self.audio_s += num_bytes / SAMPLE_BYTES / SAMPLE_RATE
-        self.took_s = now_s
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,11 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.url:
         return _report(args, asyncio.run(_measure(args.url, args.clients, args.seconds)))
     most = max(args.clients)
-    flags = [
-        *embedded_flags(args.package, most)[1:],
-        *("--kv-plugin", "bounded", "--max-audio-streams", str(most)),
-    ]
-    with VllmServer(args.package / "lm", flags) as server:
+    with VllmServer(model_of(args.package), embedded_flags(args.package, most)) as server:
         found = asyncio.run(_measure(server.url, args.clients, args.seconds))
     return _report(args, found)
 
@@ -149,12 +127,13 @@ async def _ask(client: httpx.AsyncClient, number: int) -> Heard:
     texts = sentences()
     text = " ".join(texts[(number * EACH + i) % len(texts)] for i in range(EACH))
     start = time.perf_counter()
-    heard = Heard(start)
+    heard = Heard()
     body = {"model": NAME, "input": text, "response_format": "pcm", "seed": number}
     try:
         async with client.stream("POST", "/v1/audio/speech", json=body) as answer:
             async for part in answer.aiter_raw():
-                heard.receive(time.perf_counter() - start, len(part))
+                heard.took_s = time.perf_counter() - start
+                heard.receive(heard.took_s, len(part) / SAMPLE_BYTES / SAMPLE_RATE)
             heard.status = answer.status_code
     except httpx.HTTPError as error:
         print(f"request {number}: {error!r}", file=sys.stderr)
@@ -168,7 +147,8 @@ def _figures(heard: Sequence[Heard], took_s: float) -> dict[str, Any]:
     def of(values: Sequence[float], share: float) -> float | None:
         return round(float(np.quantile(values, share)), 3) if len(values) else None
 
-    first, factors = [h.first_s for h in well], [h.took_s / h.audio_s for h in well]
+    first = [h.first_s for h in well if h.first_s is not None]
+    factors = [h.took_s / h.audio_s for h in well]
     return {
         "requests": len(heard),
         "failed": len(heard) - len(well),

@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +24,10 @@ from bounded_kv_speech.package import BUILT_IN, Package
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
 from bounded_kv_speech.speak import Sampling, Speaker
 from bounded_kv_speech.tokens import END, FIRST_CODE
+from bounded_kv_speech.turns import given
 from bounded_kv_speech.wav import WavFile
+from vllm_bounded_kv.engine.endpoint import fetch_figures
+from vllm_bounded_kv.engine.replicas import all_figures
 
 PARAGRAPH = """
 The old man lived in a small house near the river. Every morning he opened the window and listened
@@ -79,16 +81,12 @@ async def _demo(
     ends, codes, first = [], 0, 0.0
     sampling = Sampling(seed=args.seed)
 
-    async def given() -> AsyncGenerator[list[int]]:
-        for utterance in utterances:
-            yield utterance
-
     try:
         async with Speaker(llm, StreamingDecoder(package.codec.decoder, 1)) as speaker:
             with WavFile(args.out) as file:
                 start = time.perf_counter()
                 voice = package.voices[args.voice]
-                async for said in speaker.speak(STREAM, voice, given(), sampling):
+                async for said in speaker.speak(STREAM, voice, given(utterances), sampling):
                     file.write(said.samples)
                     spoken.append(said.samples)
                     took = time.perf_counter() - start
@@ -109,7 +107,7 @@ async def _demo(
 
 
 async def _read(llm: AsyncLLM, audio_s: float, readings: list[Reading]) -> None:
-    shown = await llm.engine_core.call_utility_async("bounded_kv_figures", False)
+    shown = all_figures(await fetch_figures(llm))
     for stream in shown["streams"]:
         readings.append(Reading(audio_s, stream["position"], stream["blocks"]))
 

@@ -20,7 +20,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 
 from bounded_kv_speech.codec import Codec, CodecConfig
 from bounded_kv_speech.lm import HEAD_DIM, KV_HEADS, LAYERS, SINK, WINDOW, export
-from bounded_kv_speech.tokens import FIRST_CODE, VOICE
+from bounded_kv_speech.voice import source_of
 
 BUILT_IN = Path(__file__).parent / "weights"
 _STREAM_TOKENS = 1_000_000
@@ -43,32 +43,56 @@ class Package:
         Raises:
             FileNotFoundError: when something is not there.
         """
-        for part in ("lm/config.json", "codec.safetensors", "voices.safetensors"):
-            if not (folder / part).exists():
-                raise FileNotFoundError(f"{folder} is no voice package: it has no {part}")
+        check(folder)
         codec = Codec(CodecConfig())
         codec.load_state_dict(load_file(folder / "codec.safetensors"))
         codec.eval().requires_grad_(False)
         voices = {
-            name: [VOICE, *(codes.long() + FIRST_CODE).tolist()]
+            name: source_of(codes.long().numpy())
             for name, codes in load_file(folder / "voices.safetensors").items()
         }
         return cls(folder, codec, voices)
 
     def engine_args(self, max_streams: int) -> AsyncEngineArgs:
-        """An engine of vLLM's for up to `max_streams` streams at a time."""
-        entry = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4  # keys and values in float32
-        room = (max_streams + 2) * (2 * SINK + WINDOW) + 1024
-        return AsyncEngineArgs(
-            model=str(self.folder / "lm"),
-            dtype="float32",
-            enforce_eager=True,  # compiling takes a minute at each start
-            max_model_len=_STREAM_TOKENS,
-            max_num_seqs=max_streams,
-            kv_cache_memory_bytes=room * entry,
-            logits_processors=["bounded_kv_speech.order:PhoneOrder"],
-            additional_config={"kv_plugin": "bounded"},
-        )
+        """See the function."""
+        return engine_args(self.folder, max_streams)
+
+
+def check(folder: Path) -> None:
+    """See that everything is there.
+
+    Raises:
+        FileNotFoundError: when something is not.
+    """
+    for part in ("lm/config.json", "codec.safetensors", "voices.safetensors"):
+        if not (folder / part).exists():
+            raise FileNotFoundError(f"{folder} is no voice package: it has no {part}")
+
+
+def model_of(folder: Path) -> Path:
+    """What vLLM serves of a package."""
+    return folder / "lm"
+
+
+def engine_args(folder: Path, max_streams: int) -> AsyncEngineArgs:
+    """An engine of vLLM's for up to `max_streams` streams of a package at a time.
+
+    Raises:
+        FileNotFoundError: when the folder is no package.
+    """
+    check(folder)
+    entry = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4  # keys and values in float32
+    room = (max_streams + 2) * (2 * SINK + WINDOW) + 1024
+    return AsyncEngineArgs(
+        model=str(model_of(folder)),
+        dtype="float32",
+        enforce_eager=True,  # compiling takes a minute at each start
+        max_model_len=_STREAM_TOKENS,
+        max_num_seqs=max_streams,
+        kv_cache_memory_bytes=room * entry,
+        logits_processors=["bounded_kv_speech.order:PhoneOrder"],
+        additional_config={"kv_plugin": "bounded"},
+    )
 
 
 def save(

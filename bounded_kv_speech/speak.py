@@ -7,7 +7,7 @@ utterance follows utterance in the same slot. All streams' tokens are decoded to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -15,8 +15,6 @@ from typing import Self
 
 import numpy as np
 from vllm import SamplingParams
-from vllm.engine.protocol import StreamingInput
-from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -24,6 +22,7 @@ from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.durations import LONGEST
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.tokens import END, SPEECH
+from bounded_kv_speech.turns import Turn, tokens_of
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,17 @@ class Said:
     """`[CODE_SAMPLES * codes]`; none where there are no codes among the tokens."""
     tokens: list[int] = field(repr=False)
     """An `END` after each utterance. Where the caller is slow, they may be of more than one."""
+
+
+def by_utterance(said: Iterable[Said]) -> list[list[int]]:
+    """Tokens of each utterance, without its end; the last is the one that has not come to it."""
+    found: list[list[int]] = [[]]
+    for token in (token for each in said for token in each.tokens):
+        if token == END:
+            found.append([])
+        else:
+            found[-1].append(token)
+    return found
 
 
 class Speaker:
@@ -86,28 +96,24 @@ class Speaker:
         chosen = sampling or Sampling()
         await self._decoding.open(name, chosen.seed or 0)
         try:
-            pieces = _pieces(voice, utterances, chosen)
+            turns = _turns(voice, utterances, chosen)
             first = _params(chosen, len(voice), ())
             before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
-            async with aclosing(self._llm.generate(pieces, first, name)) as outputs:
-                async for output in outputs:
-                    for part in output.outputs:
-                        tokens = list(part.token_ids)
-                        heard = before + [SPEECH if token == END else token for token in tokens]
-                        before = []
-                        yield Said(await self._decoding.decode(name, heard), tokens)
+            async with aclosing(tokens_of(self._llm, name, first, turns)) as parts:
+                async for tokens in parts:
+                    heard = before + [SPEECH if token == END else token for token in tokens]
+                    before = []
+                    yield Said(await self._decoding.decode(name, heard), tokens)
         finally:
             await self._decoding.close(name)
 
 
-async def _pieces(
+async def _turns(
     voice: Sequence[int], utterances: AsyncIterable[Sequence[int]], sampling: Sampling
-) -> AsyncGenerator[StreamingInput]:
+) -> AsyncGenerator[Turn]:
     before = list(voice)
     async for utterance in utterances:
-        prompt = TokensPrompt(prompt_token_ids=[*before, *utterance])
-        params = _params(sampling, len(voice), utterance)
-        yield StreamingInput(prompt, params)  # type: ignore[arg-type]  # vLLM takes both kinds
+        yield [*before, *utterance], _params(sampling, len(voice), utterance)
         before = []
 
 

@@ -50,5 +50,10 @@ def voice_of(samples: Floats, encoder: Encoder) -> NDArray[np.int64]:
 
 
 def prompt_of(samples: Floats, encoder: Encoder) -> list[int]:
-    """A sample as a stream's source: `VOICE`, then its codes' tokens. Raises as `voice_of` does."""
-    return [VOICE, *(voice_of(samples, encoder) + FIRST_CODE).tolist()]
+    """A sample as a stream's source: `VOICE`, then its codes. Raises as `voice_of` does."""
+    return source_of(voice_of(samples, encoder))
+
+
+def source_of(codes: NDArray[np.int64]) -> list[int]:
+    """A voice's codes as a stream's source: `VOICE`, then their tokens."""
+    return [VOICE, *(codes + FIRST_CODE).tolist()]

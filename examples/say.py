@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -17,6 +16,7 @@ from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.front_end import FrontEnd
 from bounded_kv_speech.package import BUILT_IN, Package
 from bounded_kv_speech.speak import Sampling, Speaker
+from bounded_kv_speech.turns import given
 from bounded_kv_speech.voice import prompt_of
 from bounded_kv_speech.wav import WavFile, read_wav
 
@@ -63,15 +63,11 @@ async def say(
     """Speak the utterances in one stream, and write what comes while it comes."""
     llm = AsyncLLM.from_engine_args(package.engine_args(max_streams=1))
 
-    async def given() -> AsyncGenerator[list[int]]:
-        for utterance in utterances:
-            yield utterance
-
     try:
         async with Speaker(llm, StreamingDecoder(package.codec.decoder, 1)) as speaker:
             with WavFile(path) as file:
                 start, first = time.perf_counter(), 0.0
-                async for said in speaker.speak("say", voice, given(), sampling):
+                async for said in speaker.speak("say", voice, given(utterances), sampling):
                     file.write(said.samples)
                     took = time.perf_counter() - start
                     first = first or (took if file.seconds else 0.0)

@@ -30,6 +30,12 @@ class ServerError(RuntimeError):
         super().__init__(f"vllm serve did not start: {message}")
 
 
+def vllm_command() -> str:
+    """vLLM's own command: that beside this Python, or else the shell's."""
+    vllm = Path(sys.executable).with_name("vllm")
+    return str(vllm) if vllm.exists() else "vllm"
+
+
 def free_port() -> int:
     """A TCP port of this host that is free now."""
     with socket.socket() as probe:
@@ -60,9 +66,8 @@ class VllmServer:
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        vllm = Path(sys.executable).with_name("vllm")
         self.command = [
-            *([str(vllm)] if vllm.exists() else ["vllm"]),
+            vllm_command(),
             *("serve", str(model), "--host", "127.0.0.1", "--port", str(self.port)),
             *flags,
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +16,11 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.frames import CODE_SAMPLES, SAMPLE_RATE, Floats
 from bounded_kv_speech.package import Package
-from bounded_kv_speech.speak import Said, Sampling, Speaker
-from bounded_kv_speech.tokens import END, FIRST_CODE
+from bounded_kv_speech.speak import Said, Sampling, Speaker, by_utterance
+from bounded_kv_speech.tokens import FIRST_CODE
+from bounded_kv_speech.turns import given
+from vllm_bounded_kv.engine.endpoint import fetch_figures
+from vllm_bounded_kv.engine.replicas import all_figures
 
 
 @dataclass
@@ -40,13 +43,7 @@ class Spoken:
     @cached_property
     def tokens(self) -> list[list[int]]:
         """Of each utterance that came to its end, without it."""
-        found: list[list[int]] = [[]]
-        for token in (token for said in self.said for token in said.tokens):
-            if token == END:
-                found.append([])
-            else:
-                found[-1].append(token)
-        return found[:-1]
+        return by_utterance(self.said)[:-1]
 
     @property
     def phones(self) -> list[list[int]]:
@@ -92,11 +89,7 @@ async def speak(
     spoken = Spoken(voice[0], utterances)
     start = time.perf_counter()
 
-    async def given() -> AsyncGenerator[list[int]]:
-        for utterance in utterances:
-            yield utterance
-
-    async for said in speaker.speak(name, voice[1], given(), sampling):
+    async for said in speaker.speak(name, voice[1], given(utterances), sampling):
         spoken.said.append(said)
         spoken.took_s = time.perf_counter() - start
         if len(said.samples) and not spoken.first_s:
@@ -106,7 +99,7 @@ async def speak(
 
 async def block_count(llm: AsyncLLM, name: str) -> int | None:
     """Blocks that the stream of this name holds; None when it has no slot."""
-    shown = await llm.engine_core.call_utility_async("bounded_kv_figures", False)
+    shown = all_figures(await fetch_figures(llm))
     held = [each["blocks"] for each in shown["streams"] if each["request_id"].startswith(name)]
     return int(held[0]) if held else None
 

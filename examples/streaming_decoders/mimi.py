@@ -39,11 +39,9 @@ from vllm_bounded_kv.manager import BoundedKVManager
 from vllm_bounded_kv.step_plan import StepPlan
 
 
-def small_mimi(seed: int = 0) -> MimiModel:
-    """Mimi with random weights, in float64. They are large ones, for attention to matter."""
-    AttentionInterface.register("given", _given_attention)
-    torch.manual_seed(seed)
-    config = MimiConfig(
+def small_config(**others: Any) -> MimiConfig:
+    """Of a Mimi whose random weights are large ones, for attention to matter."""
+    return MimiConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -59,8 +57,15 @@ def small_mimi(seed: int = 0) -> MimiModel:
         codebook_dim=8,
         vector_quantization_hidden_dimension=8,
         num_quantizers=4,
+        **others,
     )
-    model = MimiModel(config).double().eval()
+
+
+def small_mimi(seed: int = 0) -> MimiModel:
+    """Mimi with random weights, in float64."""
+    AttentionInterface.register("given", _given_attention)
+    torch.manual_seed(seed)
+    model = MimiModel(small_config()).double().eval()
     model.set_attn_implementation("given")
     return model
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bounded_kv_server.settings import SpeechSettings
-from bounded_kv_speech.package import BUILT_IN, Package
+from bounded_kv_speech.package import BUILT_IN, engine_args, model_of
+from vllm_bounded_kv.launch import vllm_command
 
 NAME = "bounded-voice"
 
@@ -32,28 +32,34 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="streams that sound at once (%(default)s)",
     )
     args, others = parser.parse_known_args(argv)
-    command = serve_command(args, others)
-    vllm = Path(sys.executable).with_name("vllm")
-    os.execvp(str(vllm) if vllm.exists() else "vllm", command)
+    os.execvp(vllm_command(), serve_command(args, others))
 
 
 def serve_command(args: argparse.Namespace, others: Sequence[str]) -> list[str]:
     """The command line of `vllm serve`; what is in `others` comes last, and wins."""
     where = ["--host", args.host, "--port", str(args.port)]
-    speech = ["--kv-plugin", "bounded", "--max-audio-streams", str(args.max_audio_streams)]
-    own = [args.model] if args.model else embedded_flags(BUILT_IN, args.max_audio_streams)
-    return ["vllm", "serve", *own, *where, *speech, *others]
+    most = args.max_audio_streams
+    own = (
+        [args.model, *_plugin_flags(most)]
+        if args.model
+        else [str(model_of(BUILT_IN)), *embedded_flags(BUILT_IN, most)]
+    )
+    return ["vllm", "serve", *own, *where, *others]
+
+
+def _plugin_flags(max_streams: int) -> list[str]:
+    return ["--kv-plugin", "bounded", "--max-audio-streams", str(max_streams)]
 
 
 def embedded_flags(folder: Path, max_streams: int) -> list[str]:
-    """The model of a voice package, and what suits it.
+    """What suits the model of a voice package.
 
     Raises:
         FileNotFoundError: the folder holds no package.
     """
-    engine = Package.load(folder).engine_args(max_streams)
+    engine = engine_args(folder, max_streams)
     return [
-        str(engine.model),
+        *_plugin_flags(max_streams),
         *("--served-model-name", NAME),
         *("--dtype", str(engine.dtype)),
         *("--max-model-len", str(engine.max_model_len)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +20,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from bounded_kv_server.profile import Chosen, Chunk, Floats
 from bounded_kv_server.sentences import Sentences
-from bounded_kv_server.turns import tokens_of
 from bounded_kv_server.windowed import Stage
+from bounded_kv_speech.turns import Turn, tokens_of
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,16 @@ class CodecModel:
         frames, sound = FrameReader(self._codes), self._codec.stream(chosen.seed or 0)
         loop = asyncio.get_running_loop()
 
-        async def turns() -> AsyncGenerator[list[int]]:
+        async def turns() -> AsyncGenerator[Turn]:
             async for utterance in utterances:
-                yield [*voice, *utterance]
+                turn = [*voice, *utterance]
+                yield turn, self._params(chosen, len(voice), len(turn))
 
-        def params_of(size: int) -> SamplingParams:
-            return self._params(chosen, len(voice), size)
-
-        async for tokens in tokens_of(self._engine, name, turns(), params_of):
-            samples = await loop.run_in_executor(self._decoding, sound.feed, frames.add(tokens))
-            yield Chunk(samples, len(tokens), tokens.count(self._codes.end))
+        first = self._params(chosen, len(voice), 0)
+        async with aclosing(tokens_of(self._engine, name, first, turns())) as parts:
+            async for tokens in parts:
+                samples = await loop.run_in_executor(self._decoding, sound.feed, frames.add(tokens))
+                yield Chunk(samples, len(tokens), tokens.count(self._codes.end))
         yield Chunk(await loop.run_in_executor(self._decoding, sound.finish), 0, 0)
 
     def _params(self, chosen: Chosen, voice: int, size: int) -> SamplingParams:

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bounded_kv_server import hub_codecs
-from bounded_kv_server.codec_model import CodecModel, Codes, Manner, Prompt
+from bounded_kv_server.codec_model import Codec, CodecModel, Codes, Manner, Prompt
 from bounded_kv_server.profile import SpeechModel
 from bounded_kv_server.settings import SpeechSettings
 
@@ -77,7 +77,7 @@ def read(path: str) -> Description:
 
 
 def codec_model(
-    engine_client: Any, tokenizer: Any, described: Description, codec: Any
+    engine_client: Any, tokenizer: Any, described: Description, codec: Codec
 ) -> CodecModel:
     """The model that is described.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from bounded_kv_speech.frames import CODE_RATE, SAMPLE_RATE
 from bounded_kv_speech.front_end import FrontEnd
 from bounded_kv_speech.package import Package
 from bounded_kv_speech.speak import Sampling, Speaker
-from bounded_kv_speech.tokens import END, FIRST_CODE, VOICE
-from bounded_kv_speech.voice import voice_of
+from bounded_kv_speech.tokens import END
+from bounded_kv_speech.voice import source_of, voice_of
 
 
 class Embedded:
@@ -50,8 +51,8 @@ class Embedded:
         return voice_of(samples, self._encoder)
 
     def source_of(self, codes: NDArray[np.int64]) -> list[int]:
-        """`VOICE`, then the codes."""
-        return [VOICE, *(codes + FIRST_CODE).tolist()]
+        """The codes, said to be a voice's."""
+        return source_of(codes)
 
     async def speak(
         self,
@@ -64,12 +65,9 @@ class Embedded:
         default = Sampling()
         temperature = default.temperature if chosen.temperature is None else chosen.temperature
         sampling = Sampling(temperature, default.top_k, chosen.seed)
-        stream = self._speaker.speak(name, voice, utterances, sampling)
-        try:
+        async with aclosing(self._speaker.speak(name, voice, utterances, sampling)) as stream:
             async for said in stream:
                 yield Chunk(said.samples, len(said.tokens), said.tokens.count(END))
-        finally:
-            await stream.aclose()
 
 
 class EmbeddedProfile:

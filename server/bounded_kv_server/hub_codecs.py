@@ -17,7 +17,6 @@ from bounded_kv_server.codec_model import Codec
 from bounded_kv_server.windowed import Chain, Decode, Frames, Reach, Recurrent, Windowed
 
 _MOST_FRAMES = 40
-Stages = list[tuple[str, Callable[..., Any]]]
 
 
 def load(folder: str, num_codebooks: int) -> Codec:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from bounded_kv_server.listener import START_BUFFER_S, Listener
+
 OUTCOMES = ("ok", "refused", "failed", "broken", "left")
 """`broken`: failed after its first sound; `left`: its client did."""
 SECONDS = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30)
 FACTORS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 4)
-START_BUFFER_S = 0.1
-"""What a listener is taken to have buffered before it plays."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,14 @@ def metrics() -> _Metrics:
 
 
 @dataclass
-class Clock:
-    """What one response's listener hears when."""
+class Clock(Listener):
+    """One response, from its request on."""
 
     start: float = field(default_factory=time.perf_counter)
-    first_s: float | None = None
-    audio_s: float = 0.0
-    underrun_s: float = 0.0
 
     def heard(self, audio_s: float) -> None:
         """`audio_s` more of sound has been made."""
-        if audio_s <= 0:
-            return
-        now = time.perf_counter() - self.start
-        if self.first_s is None:
-            self.first_s = now
-        else:
-            played = now - self.first_s - START_BUFFER_S - self.underrun_s
-            self.underrun_s += max(0.0, played - self.audio_s)
-        self.audio_s += audio_s
+        self.receive(time.perf_counter() - self.start, audio_s)
 
     def close(self, outcome: str) -> None:
         """The response is over."""
@@ -83,4 +72,4 @@ class Clock:
             shown.first_audio.observe(self.first_s)
             took = time.perf_counter() - self.start
             shown.real_time_factor.observe(took / max(self.audio_s, 1e-9))
-            shown.underrun.observe(self.underrun_s)
+            shown.underrun.observe(self.silence_s)

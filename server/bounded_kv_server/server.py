@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import FastAPI
@@ -15,6 +15,7 @@ from bounded_kv_server.pins import Pins
 from bounded_kv_server.profile import Chosen, SpeechModel
 from bounded_kv_server.settings import SpeechSettings
 from bounded_kv_server.voices import Voices
+from bounded_kv_speech.turns import given
 
 NUM_THREADS = 4
 """Of encoders and of text: both let go of the interpreter's lock in their loops."""
@@ -83,12 +84,8 @@ class SpeechServer:
         metrics().voices.set_function(self.voices.count)
         utterances = await self.utterances(WARM_TEXT)
 
-        async def given() -> AsyncGenerator[list[int]]:
-            for utterance in utterances:
-                yield utterance
-
         voice = next(iter(self._model.voices.values()))
-        async for _ in self._model.speak("speech-warm", voice, given(), Chosen(seed=0)):
+        async for _ in self._model.speak("speech-warm", voice, given(utterances), Chosen(seed=0)):
             pass
 
 

@@ -17,6 +17,7 @@ from bounded_kv_server.errors import SpeechError
 from bounded_kv_server.metrics import Clock
 from bounded_kv_server.profile import Chosen
 from bounded_kv_server.server import SpeechServer
+from bounded_kv_speech.turns import given
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerato
     limit = _limit(server, ask)
     encoder = Encoder(ask.format, model.rate, ask.speed)
     async with Encoded(server.threads, encoder) as encoding, server.gate.place():
-        stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, _given(ask), ask.chosen)
+        stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, given(ask.utterances), ask.chosen)
         async with aclosing(stream):
             made = ended = 0
             async for chunk in stream:
@@ -83,8 +84,3 @@ def _limit(server: SpeechServer, ask: Ask) -> float:
     """Seconds of sound that there may be: what was asked, or what the text can take at most."""
     at_most = server.speaking().longest_s * (ask.longest + 1)
     return min(at_most, ask.max_duration_s or at_most)
-
-
-async def _given(ask: Ask) -> AsyncGenerator[list[int]]:
-    for utterance in ask.utterances:
-        yield utterance

@@ -21,8 +21,8 @@ from bounded_kv_speech.decode import StreamingDecoder, decode_at_once
 from bounded_kv_speech.frames import NUM_HARMONIC, NUM_NOISE
 from bounded_kv_speech.lm import SINK, export
 from bounded_kv_speech.recipe.train_lm import Voice
-from bounded_kv_speech.speak import Said, Sampling, Speaker
-from bounded_kv_speech.tokens import END, FIRST_CODE, FIRST_PHONE, SPEECH, TEXT, VOCAB_SIZE, VOICE
+from bounded_kv_speech.speak import Said, Sampling, Speaker, by_utterance
+from bounded_kv_speech.tokens import FIRST_CODE, FIRST_PHONE, SPEECH, TEXT, VOCAB_SIZE, VOICE
 from support.async_engine import figures, running_llm, running_loop
 
 STEP_16_BITS = 1 / 32768
@@ -45,12 +45,7 @@ class Stream:
     @property
     def utterances(self) -> list[list[int]]:
         """Tokens of each, as they were sampled."""
-        found: list[list[int]] = [[]]
-        for token in (token for said in self.said for token in said.tokens):
-            if token == END:
-                found.append([])
-            else:
-                found[-1].append(token)
+        found = by_utterance(self.said)
         assert not found.pop()
         return found
 

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from bounded_kv_server.cli import NAME, embedded_flags
 from bounded_kv_speech.frames import SAMPLE_RATE
-from bounded_kv_speech.package import BUILT_IN
+from bounded_kv_speech.package import BUILT_IN, model_of
 from support.server import parse_metrics, serving, wait_until
 from support.sounds import samples_of
 from vllm_bounded_kv.launch import VllmServer
@@ -38,11 +38,10 @@ NEAR_STEP = 1
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     flags = [
-        *embedded_flags(BUILT_IN, CLIENTS)[1:],
-        *("--kv-plugin", "bounded", "--max-audio-streams", str(CLIENTS), "--api-key", KEY),
-        *("--voices-dir", str(tmp_path_factory.mktemp("voices"))),
+        *embedded_flags(BUILT_IN, CLIENTS),
+        *("--api-key", KEY, "--voices-dir", str(tmp_path_factory.mktemp("voices"))),
     ]
-    with serving(BUILT_IN / "lm", flags) as server:
+    with serving(model_of(BUILT_IN), flags) as server:
         yield server
 
 

@@ -10,6 +10,9 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from vllm_bounded_kv.engine.endpoint import fetch_figures
+from vllm_bounded_kv.engine.replicas import all_figures
+
 
 @contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
@@ -37,5 +40,4 @@ def running_llm(loop: asyncio.AbstractEventLoop, args: AsyncEngineArgs) -> Itera
 
 async def figures(llm: AsyncLLM) -> dict[str, Any]:
     """The plugin's figures, as `GET /v1/bounded_kv` shows them."""
-    shown: dict[str, Any] = await llm.engine_core.call_utility_async("bounded_kv_figures", False)
-    return shown
+    return all_figures(await fetch_figures(llm))

@@ -14,12 +14,12 @@ from transformers import (
     DacModel,
     EncodecConfig,
     EncodecModel,
-    MimiConfig,
     MimiModel,
 )
 
 from bounded_kv_server.codec_profile import codec_model, read
 from bounded_kv_server.hub_codecs import codec_of, load
+from examples.streaming_decoders.mimi import small_config
 
 FRAMES, CODEBOOKS = 60, 3
 NEAR = 1e-9
@@ -53,26 +53,7 @@ def encodec() -> Any:
 
 
 def mimi() -> Any:
-    config = MimiConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        sliding_window=9,
-        initializer_range=0.3,
-        layer_scale_initial_scale=1.0,
-        num_filters=4,
-        upsampling_ratios=[4, 2],
-        upsample_groups=32,
-        codebook_size=16,
-        codebook_dim=8,
-        vector_quantization_hidden_dimension=8,
-        num_quantizers=4,
-        num_semantic_quantizers=1,
-        frame_rate=24_000 / 16,
-    )
-    return MimiModel(config)
+    return MimiModel(small_config(num_semantic_quantizers=1, frame_rate=24_000 / 16))
 
 
 @pytest.fixture(scope="module", params=[dac, encodec, mimi], ids=lambda make: make.__name__)
