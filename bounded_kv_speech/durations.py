@@ -17,7 +17,7 @@ LEAD = 6
 SPACE, PAUSE, LAST_PAUSE = 5, 7, 10
 OTHER, BEFORE_PAUSE = 8, 18
 STRESSED, STRESSED_BEFORE_PAUSE = 12, 24
-"""Codes at most: 0.3% of what was learned from is longer. What a pause follows is drawn out."""
+"""Codes at most, about the longest of what was learned from. What a pause follows is drawn out."""
 LONGEST = STRESSED_BEFORE_PAUSE
 _SPACES, _PAUSES = frozenset(to_phones(" ")), frozenset(to_phones(".,!?:;—"))
 
