@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 
-_END = re.compile(r"""[.!?…]+["'\u201d\u2019)\]]*\s+|\n\s*\n""")
-"""A sentence's end is known by what follows it: the point of "3.5" is none."""
+_END = re.compile(
+    r"""(?<![.!?…])[.!?…]++["'\u201d\u2019)\]]*+(?:\s++|(\Z))|\n[^\S\n]*+(?:\n\s*+|(\Z))"""
+)
+"""A sentence's end is known by what follows it: the point of "3.5" is none. A group that matches
+says that nothing has followed yet. No character is looked at from two starts."""
 _SHORT = re.compile(r"(?i)\b(mr|mrs|ms|dr|prof|st|mt|vs|no|e\.g|i\.e|[a-z]\.[a-z])\.\s*$")
 """Ends in a point without ending a sentence, mostly."""
 
@@ -15,31 +18,44 @@ class Sentences:
 
     def __init__(self, longest: int) -> None:
         self._longest, self._text = longest, ""
+        self._scanned = 0
+        """Characters of the text that no end begins in, whatever comes."""
 
     def add(self, piece: str) -> list[str]:
         """The sentences that are whole now, in order."""
         self._text += piece
         found: list[str] = []
-        while True:
-            match = next((m for m in _END.finditer(self._text) if self._is_end(m)), None)
-            if match and match.end() <= self._longest:
-                cut = match.end()
-            elif len(self._text) > self._longest:
-                cut = self._text.rfind(" ", 0, self._longest) + 1 or self._longest
-            else:
-                return found
-            found.append(self._text[:cut].strip())
-            self._text = self._text[cut:]
+        begin = 0
+        while cut := self._cut(begin):
+            found.append(self._text[begin:cut].strip())
+            begin, self._scanned = cut, cut
+        self._text, self._scanned = self._text[begin:], self._scanned - begin
+        return [sentence for sentence in found if sentence]
 
-    def _is_end(self, match: re.Match[str]) -> bool:
-        before = self._text[max(0, match.start() - 8) : match.end()]
-        return match.start() > 0 and _SHORT.search(before) is None
+    def _cut(self, begin: int) -> int | None:
+        """Where the sentence ends that begins at `begin`; None: that is not known yet."""
+        text, last = self._text, begin + self._longest
+        scanned = len(text)
+        for match in _END.finditer(text, self._scanned, last):
+            if match.lastindex is None and self._is_end(match, begin):
+                return match.end()
+            if match.end() == len(text):  # what comes may belong to it
+                scanned = match.start()
+        if len(text) > last:
+            return text.rfind(" ", begin, last) + 1 or last
+        self._scanned = scanned
+        return None
+
+    def _is_end(self, match: re.Match[str], begin: int) -> bool:
+        before = self._text[max(begin, match.start() - 8) : match.end()]
+        return match.start() > begin and _SHORT.search(before) is None
 
     def flush(self) -> list[str]:
         """What is left, whole or not."""
-        rest, self._text = self._text.strip(), ""
+        rest = self._text.strip()
+        self.clear()
         return [rest] if rest else []
 
     def clear(self) -> None:
         """Forget what is left."""
-        self._text = ""
+        self._text, self._scanned = "", 0

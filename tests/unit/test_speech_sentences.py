@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+import time
 
 import pytest
 
@@ -41,3 +43,53 @@ def test_what_has_no_end_is_cut_at_a_space() -> None:
 
 def test_a_paragraph_ends_a_sentence() -> None:
     assert Sentences(1000).add("A heading\n\nText") == ["A heading"]
+
+
+ALPHABET = ["a", "Mr", "e.g", ".", "...", "!", '"', ")", " ", "  ", "\n", " \n\n"]
+
+
+def naive(text: str) -> list[str]:
+    """What `Sentences` finds in a text at once, looked for in the plain way."""
+    end = re.compile(r"""[.!?…]+["'\u201d\u2019)\]]*\s+|\n\s*\n\s*""")
+    found, begin = [], 0
+    for match in end.finditer(text):
+        before = text[max(begin, match.start() - 8) : match.end()]
+        if match.start() > begin and not re.search(r"(?i)\b(mr|e\.g)\.\s*$", before):
+            found.append(text[begin : match.end()].strip())
+            begin = match.end()
+    return [sentence for sentence in [*found, text[begin:].strip()] if sentence]
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_it_finds_what_a_plain_search_does(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "a" + "".join(rng.choices(ALPHABET, k=40))
+    sentences = Sentences(1000)
+    assert [*sentences.add(text), *sentences.flush()] == naive(text)
+
+
+@pytest.mark.parametrize("longest", [5, 1000])
+@pytest.mark.parametrize("seed", range(100))
+def test_nothing_is_lost_however_it_comes(seed: int, longest: int) -> None:
+    rng, sentences, found, sent = random.Random(seed), Sentences(longest), [], ""
+    for _ in range(40):
+        piece = "".join(rng.choices(ALPHABET, k=rng.randint(0, 3)))
+        sent += piece
+        found += sentences.add(piece)
+    found += sentences.flush()
+    assert "".join("".join(found).split()) == "".join(sent.split())
+    assert all(0 < len(sentence) <= longest for sentence in found)
+
+
+@pytest.mark.parametrize("text", [".", '."', ". ", "\n", " ", "\n.", "a"])
+@pytest.mark.parametrize("longest", [400, 10**6])
+def test_long_texts_take_time_in_proportion(text: str, longest: int) -> None:
+    def seconds(count: int) -> float:
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            Sentences(longest).add(text * count)
+            taken.append(time.perf_counter() - start)
+        return min(taken)
+
+    assert seconds(40_000) < 40 * seconds(4_000)
