@@ -7,7 +7,7 @@ utterance follows utterance in the same slot. All streams' tokens are decoded to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -22,7 +22,12 @@ from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.durations import LONGEST
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.tokens import END, SPEECH
-from bounded_kv_speech.turns import Turn, tokens_of
+from bounded_kv_speech.turns import TooManyStreams, Turn, tokens_of
+
+
+STEP_TOKENS = 20
+"""Of a stream that are decoded at once, at most. What a slow listener has not taken waits in vLLM,
+as one piece: in one step, all streams would wait for it, and it would take memory by its square."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,12 @@ class Said:
     """`[CODE_SAMPLES * codes]`; none where there are no codes among the tokens."""
     tokens: list[int] = field(repr=False)
     """An `END` after each utterance. Where the caller is slow, they may be of more than one."""
+
+
+def in_steps(tokens: list[int]) -> Iterator[list[int]]:
+    """A stream's tokens, `STEP_TOKENS` at a time."""
+    for first in range(0, len(tokens), STEP_TOKENS):
+        yield tokens[first : first + STEP_TOKENS]
 
 
 def by_utterance(said: Iterable[Said]) -> list[list[int]]:
@@ -91,7 +102,7 @@ class Speaker:
 
         Raises:
             ValueError: a stream of this name is open.
-            RuntimeError: as many as there may be are open.
+            TooManyStreams: as many as there may be are open.
         """
         chosen = sampling or Sampling()
         await self._decoding.open(name, chosen.seed or 0)
@@ -101,9 +112,10 @@ class Speaker:
             before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
             async with aclosing(tokens_of(self._llm, name, first, turns)) as parts:
                 async for tokens in parts:
-                    heard = before + [SPEECH if token == END else token for token in tokens]
-                    before = []
-                    yield Said(await self._decoding.decode(name, heard), tokens)
+                    for some in in_steps(tokens):
+                        heard = before + [SPEECH if token == END else token for token in some]
+                        before = []
+                        yield Said(await self._decoding.decode(name, heard), some)
         finally:
             await self._decoding.close(name)
 
@@ -161,7 +173,7 @@ class _Decoding:
             most = self.streams.max_streams
             if (others := self.streams.num_open - 1) >= most:
                 self.streams.close(name)
-                raise RuntimeError(f"stream {name!r}: {others} are open, of max_streams {most}")
+                raise TooManyStreams(f"stream {name!r}: {others} are open, of max_streams {most}")
 
     async def close(self, name: str) -> None:
         """End a stream, whatever it still waits for."""

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from bounded_kv_server.profile import Chosen, Chunk, Floats
 from bounded_kv_server.sentences import Sentences
 from bounded_kv_server.windowed import Stage
-from bounded_kv_speech.turns import Turn, tokens_of
+from bounded_kv_speech.turns import Piece, Turn, pieces_of
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,34 @@ class FrameReader:
         frames, self._codes = self._codes[:whole], self._codes[whole:]
         return np.array(frames, np.int64).reshape(-1, how.of_frame)
 
+    def clear(self) -> None:
+        """What is left of a frame comes to nothing: what follows begins one."""
+        self._codes = []
+
+
+class Speech:
+    """Tokens of a stream to samples, each utterance's decoded by itself, to its last."""
+
+    def __init__(self, frames: FrameReader, stage: Callable[[], Stage]) -> None:
+        self._frames, self._begin, self._stage = frames, stage, stage()
+
+    def add(self, pieces: Sequence[Piece]) -> Floats:
+        """Samples that are known now, `[N]`."""
+        found = []
+        for tokens, is_end in pieces:
+            found.append(self._stage.feed(self._frames.add(tokens)))
+            if is_end:
+                found.append(self._stage.finish())
+                self._frames.clear()
+                self._stage = self._begin()
+        return np.concatenate([part for part in found if len(part)] or [np.zeros(0, np.float32)])
+
 
 class CodecModel:
     """See the module; a `SpeechModel`."""
 
     takes_instructions = False
+    voice_kind = "none"
 
     def __init__(
         self,
@@ -143,20 +166,20 @@ class CodecModel:
         chosen: Chosen,
     ) -> AsyncGenerator[Chunk]:
         """See `SpeechModel`."""
-        frames, sound = FrameReader(self._codes), self._codec.stream(chosen.seed or 0)
+        seed = chosen.seed or 0
+        speech = Speech(FrameReader(self._codes), lambda: self._codec.stream(seed))
         loop = asyncio.get_running_loop()
 
         async def turns() -> AsyncGenerator[Turn]:
             async for utterance in utterances:
-                turn = [*voice, *utterance]
-                yield turn, self._params(chosen, len(voice), len(turn))
+                yield [*voice, *utterance], self._params(chosen, len(voice), len(utterance))
 
         first = self._params(chosen, len(voice), 0)
-        async with aclosing(tokens_of(self._engine, name, first, turns())) as parts:
-            async for tokens in parts:
-                samples = await loop.run_in_executor(self._decoding, sound.feed, frames.add(tokens))
-                yield Chunk(samples, len(tokens), tokens.count(self._codes.end))
-        yield Chunk(await loop.run_in_executor(self._decoding, sound.finish), 0, 0)
+        async with aclosing(pieces_of(self._engine, name, first, turns())) as parts:
+            async for pieces in parts:
+                samples = await loop.run_in_executor(self._decoding, speech.add, pieces)
+                num_ended = sum(is_end for _, is_end in pieces)
+                yield Chunk(samples, sum(len(tokens) for tokens, _ in pieces), num_ended)
 
     def _params(self, chosen: Chosen, voice: int, size: int) -> SamplingParams:
         manner = self._manner
@@ -168,6 +191,7 @@ class CodecModel:
             seed=chosen.seed,
             max_tokens=max(1, size * manner.most_frames * self._codes.of_frame),
             stop_token_ids=[self._codes.end],
+            ignore_eos=True,  # nothing but `end` ends an utterance
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args={"kv_source_len": voice},

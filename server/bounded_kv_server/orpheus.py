@@ -25,8 +25,12 @@ MANNER = Manner(temperature=0.6, top_p=0.8, repetition_penalty=1.3)
 
 def orpheus(engine_client: Any, tokenizer: Any, codec: SnacCodec) -> CodecModel:
     """Orpheus as `engine_client` serves it."""
-    sound = Codec(codec.rate, codec.frame_samples, codec.stream)
-    return CodecModel(engine_client, tokenizer, CODES, PROMPT, MANNER, sound)
+    return CodecModel(engine_client, tokenizer, CODES, PROMPT, MANNER, sound_of(codec))
+
+
+def sound_of(codec: SnacCodec) -> Codec:
+    """SNAC as what makes samples of frames."""
+    return Codec(codec.rate, codec.frame_samples, codec.stream)
 
 
 class OrpheusProfile:

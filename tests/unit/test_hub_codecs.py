@@ -17,6 +17,7 @@ from transformers import (
     MimiModel,
 )
 
+from bounded_kv_server.codec_model import Codes, FrameReader, Speech
 from bounded_kv_server.codec_profile import codec_model, read
 from bounded_kv_server.hub_codecs import codec_of, load
 from examples.streaming_decoders.mimi import small_config
@@ -100,6 +101,20 @@ def test_streamed_is_at_once(model: Any, frames: np.ndarray, sizes: list[int]) -
     assert abs(len(whole) - len(samples)) < codec.frame_samples
     least = min(len(whole), len(samples))
     assert np.abs(samples[:least] - whole[:least]).max() < NEAR
+
+
+def test_each_utterance_is_decoded_by_itself(model: Any, frames: np.ndarray) -> None:
+    codec, codes = codec_of(model, CODEBOOKS), Codes(10, 16, CODEBOOKS, 5)
+    tokens = (frames + 10 + 16 * np.arange(CODEBOOKS)).reshape(-1).tolist()
+    cut = 25 * CODEBOOKS
+    speech = Speech(FrameReader(codes), lambda: codec.stream(0))
+    first = [speech.add([(tokens[:9], False)]), speech.add([(tokens[9:cut], True)])]
+    last = [speech.add([(tokens[cut:-9], False)]), speech.add([(tokens[-9:], True)])]
+    for found, part in [(first, frames[:25]), (last, frames[25:])]:
+        alone = codec.stream(0)
+        wanted = np.concatenate([alone.feed(part), alone.finish()])
+        assert len(wanted) == len(part) * codec.frame_samples
+        assert np.abs(np.concatenate(found) - wanted).max() < NEAR
 
 
 def test_streams_are_apart(model: Any, frames: np.ndarray) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +13,20 @@ import pytest
 import torch
 from snac import SNAC
 
-from bounded_kv_server.codec_model import FrameReader
-from bounded_kv_server.orpheus import BEGIN_OF_TEXT, CODES, END_OF_PROMPT, START, orpheus
-from bounded_kv_server.profile import Chosen
+from bounded_kv_server.codec_model import CodecModel, FrameReader, Manner
+from bounded_kv_server.orpheus import (
+    BEGIN_OF_TEXT,
+    CODES,
+    END_OF_PROMPT,
+    PROMPT,
+    START,
+    orpheus,
+    sound_of,
+)
+from bounded_kv_server.profile import Chosen, Chunk
 from bounded_kv_server.snac_codec import CODEBOOK, FRAME_CODES, SnacCodec
 from bounded_kv_server.windowed import Reach, Windowed
+from bounded_kv_speech.turns import StreamFull, given
 
 NUM_FRAMES = 30
 NEAR = 1e-6
@@ -110,18 +119,34 @@ def test_tokens_come_in_any_pieces_and_strays_are_left_out(frames: np.ndarray) -
 
 
 class Engine:
-    """Answers each turn with the next frames; keeps what it was asked."""
+    """Answers each turn with the next frames; keeps what it was asked.
 
-    def __init__(self, answers: list[list[int]]) -> None:
-        self.answers, self.asked = answers, []
+    `most`: tokens that it gives at a time; None: all turns' at once, as to who takes them late.
+    """
+
+    def __init__(self, answers: list[list[int]], most: int | None = 3) -> None:
+        self.answers, self.most, self.asked = answers, most, []
+        self.max_len = 10**9
 
     async def generate(self, pieces: Any, params: Any, name: str) -> AsyncGenerator[Any]:
-        answers = iter(self.answers)
+        answers, late = iter(self.answers), []
         async for piece in pieces:
             self.asked.append((piece.prompt["prompt_token_ids"], piece.sampling_params))
-            answer = [*next(answers), CODES.end]
-            for at in range(0, len(answer), 3):
-                yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer[at : at + 3])])
+            answer = [*next(answers), CODES.end][: piece.sampling_params.max_tokens]
+            answer = answer[: self.max_len]
+            reason = "stop" if answer[-1] == CODES.end else "length"
+            if self.most is None:
+                late += answer
+                continue
+            for at in range(0, len(answer), self.most):
+                is_last = at + self.most >= len(answer)
+                yield output(answer[at : at + self.most], reason if is_last else None)
+        if late:
+            yield output(late, reason)
+
+
+def output(tokens: list[int], reason: str | None) -> Any:
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, finish_reason=reason)])
 
 
 class Letters:
@@ -132,6 +157,40 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
+def said(model: CodecModel, utterances: list[list[int]], chosen: Chosen) -> list[Chunk]:
+    async def run() -> list[Chunk]:
+        speech = model.speak("a", model.voices["leo"], given(utterances), chosen)
+        return [chunk async for chunk in speech]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("most", [3, 1000, None])
+def test_an_utterance_as_long_as_may_be_ends_too(
+    codec: SnacCodec, frames: np.ndarray, most: int | None
+) -> None:
+    """In the middle of a frame, of which nothing comes; the next begins one."""
+    first, second = [[1, 2], [3, 4, 5, 6, 7]]
+    endless = [0, *tokens_of(frames)]  # the first is none of a frame
+    engine = Engine([endless, tokens_of(frames[10:14])], most)
+    manner = Manner(temperature=0.5, most_frames=3)
+    model = CodecModel(engine, Letters(), CODES, PROMPT, manner, sound_of(codec))
+    chunks = said(model, [first, second], Chosen(seed=5))
+    assert sum(chunk.num_ended for chunk in chunks) == 2
+    samples = np.concatenate([chunk.samples for chunk in chunks])
+    wanted = [codec.decode(frames[:5], 0, 5), codec.decode(frames[10:14], 0, 5)]
+    assert np.abs(samples - np.concatenate(wanted)).max() < NEAR
+
+
+def test_a_stream_as_long_as_the_models_may_be_is_an_error(
+    codec: SnacCodec, frames: np.ndarray
+) -> None:
+    engine = Engine([tokens_of(frames)])
+    engine.max_len = 20
+    with pytest.raises(StreamFull, match="max_model_len"):
+        said(orpheus(engine, Letters(), codec), [[1] * 9], Chosen())
+
+
 def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
     engine = Engine([tokens_of(frames[:12]), tokens_of(frames[12:])])
     model = orpheus(engine, Letters(), codec)
@@ -139,20 +198,15 @@ def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
     assert utterances[1] == [*map(ord, " Bye!"), *END_OF_PROMPT]
     assert len(utterances) == 2
 
-    async def run() -> tuple[np.ndarray, int]:
-        async def given() -> AsyncGenerator[Sequence[int]]:
-            for utterance in utterances:
-                yield utterance
-
-        chunks = [
-            chunk
-            async for chunk in model.speak("a", model.voices["leo"], given(), Chosen(0.4, seed=5))
-        ]
-        return np.concatenate([c.samples for c in chunks]), sum(c.num_ended for c in chunks)
-
-    samples, ended = asyncio.run(run())
-    assert ended == 2
-    assert np.abs(samples - codec.decode(frames, 0, 5)).max() < NEAR
+    chunks = said(model, utterances, Chosen(0.4, seed=5))
+    samples = np.concatenate([chunk.samples for chunk in chunks])
+    wanted = np.concatenate([codec.decode(frames[:12], 0, 5), codec.decode(frames[12:], 0, 5)])
+    assert sum(chunk.num_ended for chunk in chunks) == 2
+    assert np.abs(samples - wanted).max() < NEAR
+    # All of an utterance is there when it is said to have ended.
+    first_end = next(i for i, chunk in enumerate(chunks) if chunk.num_ended)
+    num_before = sum(len(chunk.samples) for chunk in chunks[: first_end + 1])
+    assert num_before == 12 * codec.frame_samples
     prompt, params = engine.asked[0]
     assert prompt == [START, BEGIN_OF_TEXT, *map(ord, 'leo: "Hello there."'), *END_OF_PROMPT]
     assert params.extra_args == {"kv_source_len": 6}
