@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from contextlib import aclosing
@@ -32,6 +33,7 @@ class Embedded:
 
     def __init__(self, engine_client: Any, package: Package, max_streams: int) -> None:
         self.voices: Mapping[str, Sequence[int]] = package.voices
+        self.voice_kind = f"embedded-{_digest(package.folder / 'codec.safetensors')}"
         self._encoder = package.codec.encoder
         self._front_end, self._words = FrontEnd(), threading.Lock()
         self._speaker = Speaker(engine_client, StreamingDecoder(package.codec.decoder, max_streams))
@@ -68,6 +70,10 @@ class Embedded:
         async with aclosing(self._speaker.speak(name, voice, utterances, sampling)) as stream:
             async for said in stream:
                 yield Chunk(said.samples, len(said.tokens), said.tokens.count(END))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 class EmbeddedProfile:

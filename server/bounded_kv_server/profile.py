@@ -54,6 +54,9 @@ class SpeechModel(Protocol):
     voices: Mapping[str, Sequence[int]]
     """Those that come with it, the first being that of who names none: tokens of their sources."""
     takes_instructions: bool
+    voice_kind: str
+    """What codes of voices are made by and for, as the name of a folder: those of another codec are
+    none of this one's."""
 
     def utterances(self, text: str) -> list[list[int]]:
         """What there is to say in a text; takes milliseconds, on any thread."""

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from bounded_kv_server.errors import SpeechError
+from bounded_kv_server.metrics import metrics
 from bounded_kv_server.pins import Pins
 from bounded_kv_server.profile import SpeechModel
 from bounded_kv_server.sample import read_sample_safely
@@ -48,10 +51,9 @@ class Voices:
 
     def __init__(self, model: SpeechModel, settings: SpeechSettings, pins: Pins) -> None:
         self._model, self._pins = model, pins
-        self._store = VoiceStore(settings.voices_folder, settings.max_voices)
+        self._store = VoiceStore(settings.voices_folder, model.voice_kind, settings.max_voices)
         self._started = int(time.time())
         self._decoding = asyncio.Semaphore(AT_ONCE)
-        self._storing = asyncio.Lock()
 
     async def start(self) -> None:
         """Pin what comes with the model, as far as the quota goes."""
@@ -67,8 +69,8 @@ class Voices:
         built_in = [Listed(name, name, True, self._started) for name in self._model.voices]
         return built_in + [_listed(voice) for voice in self._store.list()]
 
-    async def source(self, name: str | None) -> list[int]:
-        """Tokens of a voice's source, which is pinned now if the quota lets it; None: the first's.
+    def tokens(self, name: str | None) -> list[int]:
+        """Of a voice's source; None: the first's.
 
         Raises:
             SpeechError: 404, no such voice.
@@ -76,10 +78,17 @@ class Voices:
         if name is None:
             name = next(iter(self._model.voices))
         if name in self._model.voices:
-            tokens = list(self._model.voices[name])
-        else:
-            tokens = self._model.source_of(self._find(name).codes)
+            return list(self._model.voices[name])
+        return self._model.source_of(self._find(name).codes)
+
+    async def pin(self, tokens: list[int]) -> None:
+        """Pin a source that is about to be used, if the quota lets it."""
         await self._pins.use(tokens)
+
+    async def source(self, name: str | None) -> list[int]:
+        """Tokens of a voice's source, which is pinned now. Raises as `tokens` does."""
+        tokens = self.tokens(name)
+        await self.pin(tokens)
         return tokens
 
     async def add(self, name: str, data: bytes, consent: str) -> Listed:
@@ -90,21 +99,19 @@ class Voices:
         """
         if name in self._model.voices:
             raise SpeechError(409, "name", f"name={name!r}: is a voice that comes with the model")
+        with _refusals():
+            self._store.check(name)
         try:
             async with self._decoding:
                 samples = await read_sample_safely(data)
                 codes = await asyncio.to_thread(self._model.voice_of, samples)
         except (SampleError, ValueError) as error:
             raise SpeechError(400, "audio_sample", f"audio_sample: {error}") from error
-        try:
-            async with self._storing:
-                voice = await asyncio.to_thread(
-                    self._store.add, name, codes, consent=consent, created=int(time.time())
-                )
-        except VoiceStoreFull as error:
-            raise SpeechError(409, "name", str(error)) from error
-        except ValueError as error:
-            raise SpeechError(400, "name", str(error)) from error
+        with _refusals():
+            voice = await asyncio.to_thread(
+                self._store.add, name, codes, consent=consent, created=int(time.time())
+            )
+        metrics().voices.set(self.count())
         return _listed(voice)
 
     async def remove(self, name: str) -> Listed:
@@ -115,19 +122,36 @@ class Voices:
         """
         if name in self._model.voices:
             raise SpeechError(409, "name", f"name={name!r}: comes with the model; it stays")
-        voice = self._find(name)
-        self._store.remove(name)
+        voice = await asyncio.to_thread(self._store.remove, name)
+        if voice is None:
+            raise self._unknown(name)
+        metrics().voices.set(self.count())
         # The same sample may go by another name.
         if all(other.id != voice.id for other in self._store.list()):
             await self._pins.drop(self._model.source_of(voice.codes))
+        metrics().voices.set(self.count())
         return _listed(voice)
 
     def _find(self, name: str) -> StoredVoice:
         voice = self._store.get(name)
         if voice is None:
-            known = ", ".join(each.name for each in self.listed())
-            raise SpeechError(404, "voice", f"voice={name!r}: no such voice; there are {known}")
+            raise self._unknown(name)
         return voice
+
+    def _unknown(self, name: str) -> SpeechError:
+        known = ", ".join(each.name for each in self.listed())
+        return SpeechError(404, "voice", f"voice={name!r}: no such voice; there are {known}")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the store refuses, as a client is told."""
+    try:
+        yield
+    except VoiceStoreFull as error:
+        raise SpeechError(409, "name", str(error)) from error
+    except ValueError as error:
+        raise SpeechError(400, "name", str(error)) from error
 
 
 def _listed(voice: StoredVoice) -> Listed:

@@ -29,17 +29,19 @@ class Tones:
     rate = RATE
     longest_s = 1.0
     takes_instructions = False
+    voice_kind = "tones"
 
     def __init__(self, chunk_s: float = 0.0, pause_s: float = 0.3) -> None:
         self.voices = {"low": [10, 11], "high": [20, 21]}
         self.chunk_s, self.pause_s = chunk_s, pause_s
-        self.num_open = self.num_opened = 0
+        self.num_open = self.num_opened = self.num_texts = 0
         self.is_started = False
 
     async def start(self) -> None:
         self.is_started = True
 
     def utterances(self, text: str) -> list[list[int]]:
+        self.num_texts += 1
         found = []
         for sentence in re.findall(r"[^.!?]+", text):
             words = re.findall(r"[a-z]+", sentence.lower())
