@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
+from bounded_kv_speech.turns import StreamFull, TooManyStreams
+
+_logger = logging.getLogger(__name__)
+
 TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
+    408: "BadRequestError",
     409: "ConflictError",
     413: "BadRequestError",
     429: "RateLimitError",
@@ -47,6 +53,8 @@ class SpeechError(Exception):
 
 GONE_S = 30
 """After which a server whose engine is gone may be back."""
+FULL_S = 2
+"""After which there may be room again."""
 
 
 async def answer(_: Request, error: Exception) -> JSONResponse:
@@ -56,9 +64,27 @@ async def answer(_: Request, error: Exception) -> JSONResponse:
 
 
 def as_status(error: Exception) -> SpeechError:
-    """What a failure that nobody foresaw comes to."""
-    from vllm.v1.engine.exceptions import EngineDeadError
+    """What a failure of the engine or the decoder comes to; one that nobody foresaw is logged."""
+    from torch import OutOfMemoryError
+    from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError
+    from vllm.v1.engine.async_llm import InputStreamError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
     if isinstance(error, EngineDeadError):
         return SpeechError(503, None, "the engine is gone; the server must be started anew", GONE_S)
+    if isinstance(error, GracefulHTTPError) and error.http_status != 503:
+        return SpeechError(int(error.http_status), None, str(error))
+    if isinstance(error, GracefulHTTPError | RetryableRequestError | TooManyStreams):
+        return SpeechError(503, None, str(error), FULL_S)
+    if isinstance(error, OutOfMemoryError | MemoryError):
+        return SpeechError(503, None, "there is no memory for this now; try again soon", FULL_S)
+    if isinstance(error, StreamFull):
+        return SpeechError(413, "input", f"there is more to say than one stream takes: {error}")
+    # What vLLM says of a prompt, it says with its own errors, or from where it takes it up.
+    is_of_prompt = isinstance(error, ValueError) and isinstance(error.__cause__, InputStreamError)
+    if is_of_prompt or isinstance(error, VLLMClientError):
+        return SpeechError(400, None, str(error))
+    _logger.error("speech failed", exc_info=error)
     return SpeechError(500, None, f"speech failed: {type(error).__name__}: {error}")
