@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bounded_kv_server.errors import SpeechError
+from bounded_kv_server.metrics import metrics
 
 RETRY_AFTER_S = 2
 
@@ -19,12 +20,11 @@ class Gate:
         self.num_active = self.num_waiting = 0
         self._places = asyncio.Semaphore(most)
 
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """A place among those that sound.
+    def check(self) -> None:
+        """See that the queue is not full.
 
         Raises:
-            SpeechError: 503, when the queue is full.
+            SpeechError: 503, it is.
         """
         if self._places.locked() and self.num_waiting >= self.most_waiting:
             raise SpeechError(
@@ -35,14 +35,25 @@ class Gate:
                 "try again soon",
                 RETRY_AFTER_S,
             )
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """A place among those that sound.
+
+        Raises:
+            SpeechError: see `check`.
+        """
+        self.check()
         self.num_waiting += 1
         try:
-            await self._places.acquire()
+            with metrics().waiting.track_inprogress():
+                await self._places.acquire()
         finally:
             self.num_waiting -= 1
         self.num_active += 1
         try:
-            yield
+            with metrics().active.track_inprogress():
+                yield
         finally:
             self.num_active -= 1
             self._places.release()

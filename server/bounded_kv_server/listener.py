@@ -19,6 +19,12 @@ class Listener:
     underruns: int = 0
     silence_s: float = 0.0
     """Of all underruns."""
+    _plays_from_s: float = 0.0
+    _is_resting: bool = True
+
+    def rest(self) -> None:
+        """There is nothing to play for now: what comes next is played from a little after it on."""
+        self._is_resting = True
 
     def receive(self, now_s: float, audio_s: float) -> None:
         """`audio_s` more of sound, at `now_s` since the request."""
@@ -26,8 +32,11 @@ class Listener:
             return
         if self.first_s is None:
             self.first_s = now_s
-        late = now_s - self.first_s - START_BUFFER_S - self.silence_s - self.audio_s
-        if late > 0:
+        spare = self._plays_from_s + self.silence_s + self.audio_s - now_s
+        if self._is_resting:
+            self._plays_from_s += max(0.0, START_BUFFER_S - spare)
+            self._is_resting = False
+        elif (late := -spare) > 0:
             self.underruns += 1
             self.silence_s += late
         self.audio_s += audio_s

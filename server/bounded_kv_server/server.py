@@ -77,11 +77,9 @@ class SpeechServer:
         """Load what is loaded once, and say a word: the first client waits for nothing."""
         if self._model is None or self.voices is None:
             return
-        metrics().active.set_function(lambda: self.gate.num_active)
-        metrics().waiting.set_function(lambda: self.gate.num_waiting)
         await self._model.start()
         await self.voices.start()
-        metrics().voices.set_function(self.voices.count)
+        metrics().voices.set(self.voices.count())
         utterances = await self.utterances(WARM_TEXT)
 
         voice = next(iter(self._model.voices.values()))

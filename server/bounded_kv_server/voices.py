@@ -129,7 +129,6 @@ class Voices:
         # The same sample may go by another name.
         if all(other.id != voice.id for other in self._store.list()):
             await self._pins.drop(self._model.source_of(voice.codes))
-        metrics().voices.set(self.count())
         return _listed(voice)
 
     def _find(self, name: str) -> StoredVoice:
