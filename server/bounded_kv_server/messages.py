@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from bounded_kv_server.request import Format, Options
@@ -48,3 +49,21 @@ class Close(_Message):
 
 Message = Annotated[Config | Text | Done | Clear | Close, Field(discriminator="type")]
 MESSAGE: TypeAdapter[Message] = TypeAdapter(Message)
+
+
+def describe(app: FastAPI, path: str) -> None:
+    """Add the messages to the app's OpenAPI document, which has no word for sockets of its own."""
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = plain()
+        if "x-websockets" not in document:
+            name = "#/components/schemas/SpeechSocket{model}"
+            schema = MESSAGE.json_schema(ref_template=name)
+            schemas = document.setdefault("components", {}).setdefault("schemas", {})
+            for model, its_schema in schema.pop("$defs").items():
+                schemas[f"SpeechSocket{model}"] = its_schema
+            document["x-websockets"] = {path: {"client": schema}}
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]

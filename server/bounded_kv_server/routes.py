@@ -17,6 +17,7 @@ from bounded_kv_server import errors
 from bounded_kv_server.conversation import converse
 from bounded_kv_server.encoding import content_type
 from bounded_kv_server.errors import SpeechError, as_status
+from bounded_kv_server.messages import describe
 from bounded_kv_server.metrics import Clock
 from bounded_kv_server.profile import Chosen
 from bounded_kv_server.request import SpeechRequest
@@ -53,6 +54,7 @@ def attach(app: FastAPI) -> None:
         VOICES + "/{name}", _remove, methods=["DELETE"], tags=tags, response_model=None
     )
     app.add_api_websocket_route(SOCKET, converse)
+    describe(app, SOCKET)
 
 
 @with_cancellation  # type: ignore[untyped-decorator]

@@ -37,3 +37,19 @@ def test_nothing_is_a_server_error(document: Any, path: str, method: str) -> Non
         case.validate_response(case.call(), checks=[not_a_server_error])
 
     call()
+
+
+def test_the_sockets_messages_have_schemas(document: Any) -> None:
+    raw = document.raw_schema
+    client = raw["x-websockets"]["/v1/audio/speech/stream"]["client"]
+    kinds = client["discriminator"]["mapping"]
+    assert set(kinds) == {
+        "session.config",
+        "input.text",
+        "input.done",
+        "input.clear",
+        "session.close",
+    }
+    for kind, reference in kinds.items():
+        schema = raw["components"]["schemas"][reference.removeprefix("#/components/schemas/")]
+        assert schema["properties"]["type"]["const"] == kind
