@@ -34,9 +34,12 @@ class Apart(Generic[T]):
         return value
 
     async def stop(self) -> None:
-        """Close it, wherever it is, and wait until it is closed."""
+        """Close it, wherever it is, and wait until it is closed; then `next` returns None."""
         self._making.cancel()
         await asyncio.gather(self._making, return_exceptions=True)
+        if self._values.full():
+            self._values.get_nowait()
+        self._values.put_nowait(None)
 
     async def _make(self, content: AsyncGenerator[T]) -> None:
         end: Exception | None = None

@@ -21,7 +21,7 @@ class Encoded:
     def __init__(self, threads: Executor, encoder: Encoder) -> None:
         self._threads, self._encoder = threads, encoder
         self._busy: asyncio.Future[bytes] | None = None
-        """What a task that was cancelled has left to a thread, and has not taken."""
+        """What a task that was cancelled has left to a thread: nothing is encoded after it."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -45,11 +45,7 @@ class Encoded:
         return await self._run(self._encoder.finish)
 
     async def _run(self, call: Callable[[], bytes]) -> bytes:
-        # A file that lacks a part in its middle, or its header, is none: nothing is dropped.
-        before = b"" if self._busy is None else await asyncio.shield(self._busy)
-        self._busy = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: before + call()
-        )
+        self._busy = asyncio.get_running_loop().run_in_executor(self._threads, call)
         try:
             ready = await asyncio.shield(self._busy)
         except Exception:

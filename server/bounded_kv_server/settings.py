@@ -24,6 +24,7 @@ class SpeechSettings:
     voices_dir: str | None = None
     max_voices: int = 64
     speech_idle_s: float = 60.0
+    max_session_s: float = 86400.0
 
     def __post_init__(self) -> None:
         least = {"max_audio_queue": 0, "max_voices": 0}
@@ -33,8 +34,10 @@ class SpeechSettings:
                 raise ValueError(
                     f"{_flag(name)} {value!r}: must be an integer of at least {least.get(name, 1)}"
                 )
-        if not isinstance(self.speech_idle_s, int | float) or not self.speech_idle_s > 0:
-            raise ValueError(f"{_flag('speech_idle_s')} {self.speech_idle_s!r}: must be above 0")
+        for name in ("speech_idle_s", "max_session_s"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise ValueError(f"{_flag(name)} {value!r}: must be above 0")
 
     @classmethod
     def of(cls, additional_config: Any) -> SpeechSettings:
@@ -80,7 +83,12 @@ def add_flags(flag: Callable[..., None]) -> None:
         "max_speech_input": (int, "Characters of a request's input at most"),
         "voices_dir": (str, f"Folder of uploaded voices (default: {default.voices_folder})."),
         "max_voices": (int, "Uploaded voices at most"),
-        "speech_idle_s": (float, "Seconds without input after which a socket is closed"),
+        "speech_idle_s": (
+            float,
+            "Seconds without text or sound after which a socket is closed, "
+            "as is one that does not read",
+        ),
+        "max_session_s": (float, "Seconds after which a socket is closed, whatever it says"),
     }
     for name, (kind, text) in texts.items():
         shown = text if text.endswith(".") else f"{text} (default: {getattr(default, name)})."
