@@ -59,4 +59,4 @@ class SpeechRequest(Options):
     speed: float = Field(1.0, ge=0.25, le=4.0, allow_inf_nan=False)
     stream_format: Literal["audio", "sse"] = "audio"
     max_duration_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Sound longer than this is an error: nothing is cut short in silence."""
+    """Sound longer than this, as it is heard, is an error: nothing is cut short in silence."""

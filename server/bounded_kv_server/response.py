@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
 
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from bounded_kv_server.apart import Apart
+from bounded_kv_server.limits import within
 from bounded_kv_server.metrics import Clock
 
 T = TypeVar("T")
@@ -19,13 +20,17 @@ class SpeechResponse(StreamingResponse):
     """Sends what `content` yields; closes it, and the clock, whatever happens.
 
     What fails after the first part breaks the transfer: the client's reading fails, it does not
-    end. What fails before it fails in `begin`, where there can be another status.
+    end. What fails before it fails in `begin`, where there can be another status. A client that
+    takes more than `limit_s` to read a part is taken to have left.
 
     `content` runs `Apart`.
     """
 
-    def __init__(self, content: AsyncGenerator[bytes], clock: Clock, **kwargs: Any) -> None:
+    def __init__(
+        self, content: AsyncGenerator[bytes], clock: Clock, limit_s: float, **kwargs: Any
+    ) -> None:
         super().__init__(self._all(), **kwargs)
+        self._limit_s = limit_s
         self._parts = Apart(content)
         self._clock = clock
         self._first = b""
@@ -45,8 +50,14 @@ class SpeechResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
+        late = TimeoutError(f"the client has read nothing for {self._limit_s:g} s")
+
+        async def limited(message: Message) -> None:
+            async with within(self._limit_s, late):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, limited)
         finally:
             await self._parts.stop()
             self._clock.close(self._outcome)

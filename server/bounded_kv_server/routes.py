@@ -24,7 +24,7 @@ from bounded_kv_server.request import SpeechRequest
 from bounded_kv_server.response import SpeechResponse, with_pauses
 from bounded_kv_server.server import SpeechServer, server_of
 from bounded_kv_server.sound import Ask, Sent, encoded
-from bounded_kv_server.upload import Upload, read_upload, upload_schema
+from bounded_kv_server.upload import read_upload, upload_schema
 
 SPEECH, VOICES, SOCKET = "/v1/audio/speech", "/v1/audio/voices", "/v1/audio/speech/stream"
 KEEP_ALIVE_S = 10.0
@@ -72,18 +72,16 @@ async def _speech(body: SpeechRequest, raw_request: Request) -> Response:
             content, kind = _events(sound, ask), "text/event-stream"
         else:
             content, kind = _raw(sound), content_type(body.response_format, server.speaking().rate)
-        response = SpeechResponse(content, clock, media_type=kind, headers=headers)
+        limit_s = server.settings.speech_idle_s
+        response = SpeechResponse(content, clock, limit_s, media_type=kind, headers=headers)
         await response.begin()
         begun = True
         return response
-    except SpeechError:
-        clock.close("refused")
-        begun = True
-        raise
     except Exception as error:
-        clock.close("failed")
+        failure = error if isinstance(error, SpeechError) else as_status(error)
+        clock.close("failed" if failure.status == 500 else "refused")
         begun = True
-        raise as_status(error) from error
+        raise failure from error
     finally:
         if not begun:
             clock.close("left")
@@ -93,7 +91,7 @@ async def checked(server: SpeechServer, body: SpeechRequest) -> Ask:
     """What to say, and in which voice.
 
     Raises:
-        SpeechError: naming the field that is wrong.
+        SpeechError: naming the field that is wrong; or 503, too many wait.
     """
     server.check_model(body.model)
     most = server.settings.max_speech_input
@@ -104,13 +102,14 @@ async def checked(server: SpeechServer, body: SpeechRequest) -> Ask:
             f"input has {len(body.input)} characters; must have at most {most} "
             "(--max-speech-input); a longer text goes over the socket, piece by piece",
         )
+    server.gate.check()  # a text is work, also of who is refused
     utterances = await server.utterances(body.input)
     if not utterances:
         raise SpeechError(400, "input", "input has nothing that can be said")
     assert server.voices is not None
     return Ask(
         utterances,
-        await server.voices.source(body.voice),
+        server.voices.tokens(body.voice),
         Chosen(body.temperature, body.seed),
         body.response_format,
         body.speed,
@@ -171,9 +170,10 @@ async def _add(request: Request) -> JSONResponse:
     server = server_of(request.app)
     server.speaking()
     assert server.voices is not None
-    upload: Upload = await read_upload(request)
-    started = time.time()
-    voice = await server.voices.add(upload.name, upload.sample, upload.consent)
+    with server.uploads.one():
+        upload = await read_upload(request)
+        started = time.time()
+        voice = await server.voices.add(upload.name, upload.sample, upload.consent)
     return JSONResponse(voice.view(), 201, {"X-Processing-S": f"{time.time() - started:.3f}"})
 
 

@@ -14,11 +14,12 @@ from bounded_kv_server.metrics import metrics
 from bounded_kv_server.pins import Pins
 from bounded_kv_server.profile import Chosen, SpeechModel
 from bounded_kv_server.settings import SpeechSettings
+from bounded_kv_server.upload import Uploads
 from bounded_kv_server.voices import Voices
 from bounded_kv_speech.turns import given
 
 NUM_THREADS = 4
-"""Of encoders and of text: both let go of the interpreter's lock in their loops."""
+"""Of encoders, which let go of the interpreter's lock in their loops."""
 WARM_TEXT = "Ready."
 
 
@@ -36,6 +37,8 @@ class SpeechServer:
         self._model = model
         self.gate = Gate(settings.max_audio_streams, settings.max_audio_queue)
         self.threads = ThreadPoolExecutor(NUM_THREADS, "speech")
+        self._text = ThreadPoolExecutor(1, "speech-text")  # no text keeps sound waiting
+        self.uploads = Uploads()
         self.voices = Voices(model, settings, pins) if model else None
 
     def speaking(self) -> SpeechModel:
@@ -69,9 +72,7 @@ class SpeechServer:
     async def utterances(self, text: str) -> list[list[int]]:
         """What there is to say in a text, worked out beside the event loop."""
         model = self.speaking()
-        return await asyncio.get_running_loop().run_in_executor(
-            self.threads, model.utterances, text
-        )
+        return await asyncio.get_running_loop().run_in_executor(self._text, model.utterances, text)
 
     async def start(self) -> None:
         """Load what is loaded once, and say a word: the first client waits for nothing."""

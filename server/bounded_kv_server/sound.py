@@ -7,7 +7,7 @@ engine, its encoder. Closing it frees all three, whenever that is.
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Ask:
     """What is said, and how, checked."""
 
     utterances: list[list[int]]
-    voice: Sequence[int]
+    voice: list[int]
     chosen: Chosen
     format: str
     speed: float
@@ -49,25 +49,22 @@ async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerato
     """The sound of `ask`, in its format.
 
     Raises:
-        SpeechError: no place, or more sound than was asked for.
+        SpeechError: no place, or more sound than was asked for, or less than there is to say.
     """
     model = server.speaking()
+    assert server.voices is not None
     limit = _limit(server, ask)
     encoder = Encoder(ask.format, model.rate, ask.speed)
     async with Encoded(server.threads, encoder) as encoding, server.gate.place():
+        await server.voices.pin(ask.voice)
         stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, given(ask.utterances), ask.chosen)
         async with aclosing(stream):
             made = ended = 0
             async for chunk in stream:
                 made += len(chunk.samples)
                 ended += chunk.num_ended
-                if made > limit * model.rate:
-                    raise SpeechError(
-                        400,
-                        "max_duration_s",
-                        f"there is more to say than {limit:g} s of sound; allow more "
-                        "(max_duration_s), or say less",
-                    )
+                if made > limit.seconds * ask.speed * model.rate:
+                    raise limit.error
                 data = await encoding.encode(chunk.samples) if len(chunk.samples) else b""
                 clock.heard(len(chunk.samples) / model.rate / ask.speed)
                 yield Sent(data, chunk.num_tokens)
@@ -80,7 +77,22 @@ async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerato
         yield Sent(await encoding.finish(), 0)
 
 
-def _limit(server: SpeechServer, ask: Ask) -> float:
-    """Seconds of sound that there may be: what was asked, or what the text can take at most."""
-    at_most = server.speaking().longest_s * (ask.longest + 1)
-    return min(at_most, ask.max_duration_s or at_most)
+@dataclass(frozen=True)
+class _Limit:
+    """Seconds of sound, as it is heard, and what is raised beyond."""
+
+    seconds: float
+    error: SpeechError
+
+
+def _limit(server: SpeechServer, ask: Ask) -> _Limit:
+    """What was asked, or what the text can take at most."""
+    at_most = server.speaking().longest_s * (ask.longest + 1) / ask.speed
+    if ask.max_duration_s is None or ask.max_duration_s > at_most:
+        said = f"the model has said more than {at_most:g} s, which is all that the text can take"
+        return _Limit(at_most, SpeechError(500, "input", said))
+    asked = ask.max_duration_s
+    said = (
+        f"there is more to say than {asked:g} s of sound; allow more (max_duration_s), or say less"
+    )
+    return _Limit(asked, SpeechError(400, "max_duration_s", said))

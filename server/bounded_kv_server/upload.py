@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +13,43 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive
 
 from bounded_kv_server.errors import SpeechError
+from bounded_kv_server.limits import within
 from bounded_kv_server.sample_decoder import MAX_BYTES
 
 FORM_BYTES = 64 * 1024
 """Of everything but the sample."""
+READ_S = 30.0
+"""That a client may take to send its form."""
+AT_ONCE = 8
+"""Uploads that are read, or wait for what makes voices of them."""
+RETRY_AFTER_S = 10
 CONSENTS = ("true", "yes", "1")
+
+
+class Uploads:
+    """How many there are."""
+
+    num_open = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """One more of them.
+
+        Raises:
+            SpeechError: 503, there are `AT_ONCE`.
+        """
+        if self.num_open >= AT_ONCE:
+            raise SpeechError(
+                503,
+                None,
+                f"{self.num_open} samples of voices are being read; try again soon",
+                RETRY_AFTER_S,
+            )
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
 
 
 @dataclass(frozen=True)
@@ -31,13 +65,17 @@ async def read_upload(request: Request) -> Upload:
     """Read the form.
 
     Raises:
-        SpeechError: 400 or 413, naming the field.
+        SpeechError: 400 or 413, naming the field; 408, it takes too long.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise SpeechError(400, None, "the body must be multipart/form-data")
     limited = Request(request.scope, _limited(request.receive))
+    late = SpeechError(408, "audio_sample", f"audio_sample: has not come within {READ_S:g} s")
     try:
-        async with limited.form(max_files=1, max_fields=8, max_part_size=FORM_BYTES) as form:
+        async with (
+            within(READ_S, late),
+            limited.form(max_files=1, max_fields=8, max_part_size=FORM_BYTES) as form,
+        ):
             unknown = set(form) - {"name", "consent", "audio_sample"}
             if unknown:
                 raise SpeechError(400, min(unknown), f"{min(unknown)}: no such field")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 from openai import APIStatusError, OpenAI
 
+from bounded_kv_server import upload as uploads
+from bounded_kv_server import voices as server_voices
 from bounded_kv_speech.wav import to_pcm
 from support.sounds import samples_of
 from support.speech_server import MOST, QUEUE, serving, wait_until
@@ -201,12 +204,95 @@ def test_there_is_a_queue_and_an_end_to_it(tmp_path: Path) -> None:
         gate = found.server.gate
         wait_until(lambda: (gate.num_active, gate.num_waiting) == (MOST, QUEUE))
         assert model.num_open == MOST
+        assert len(found.pins.pinned) == len(model.voices) + MOST  # those that wait pin nothing
+        num_texts = model.num_texts
         refused = httpx.post(url + "/v1/audio/speech", json={"input": "a"})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) > 0
         assert "--max-audio-queue" in refused.json()["error"]["message"]
+        assert model.num_texts == num_texts
         stack.close()
         assert [answer.status_code for answer in answers] == [200] * (MOST + QUEUE)
+
+
+def test_who_leaves_the_queue_waits_no_more(tmp_path: Path) -> None:
+    model = Tones(pause_s=3.0)
+    with serving(model, tmp_path) as (url, found), contextlib.ExitStack() as stack:
+
+        def ask(timeout_s: float) -> None:
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(url + "/v1/audio/speech", json={"input": "pause"}, timeout=timeout_s)
+
+        gate = found.server.gate
+        for i, timeout_s in enumerate([2.0] * MOST + [0.5] * QUEUE):
+            thread = threading.Thread(target=ask, args=[timeout_s])
+            thread.start()
+            stack.callback(thread.join)
+            wait_until(lambda i=i: gate.num_active + gate.num_waiting == i + 1)
+        wait_until(lambda: gate.num_waiting == 0, timeout_s=1.0)
+        assert gate.num_active == MOST
+        assert model.num_opened == 1 + MOST  # and the word at the start
+
+
+def test_who_does_not_read_loses_the_place(tmp_path: Path) -> None:
+    model = Tones()
+    with serving(model, tmp_path, speech_idle_s=0.4) as (url, found):
+        body = json.dumps({"input": "forever" + " a" * 2000, "response_format": "pcm"})
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall((head + body).encode())
+            gate = found.server.gate
+            wait_until(lambda: gate.num_active == 1)
+            wait_until(lambda: (gate.num_active, model.num_open) == (0, 0), timeout_s=10)
+            data = b""
+            while part := client.recv(1 << 16):
+                data = data[-8:] + part
+        assert not data.endswith(b"0\r\n\r\n")
+
+
+def test_texts_keep_no_sound_waiting(tmp_path: Path) -> None:
+    go_on = threading.Event()
+
+    class Thinker(Tones):
+        def utterances(self, text: str) -> list[list[int]]:
+            if "think" in text:
+                go_on.wait(20)
+            return super().utterances(text)
+
+    with serving(Thinker(chunk_s=0.01), tmp_path) as (url, _), contextlib.ExitStack() as stack:
+        stack.callback(go_on.set)
+
+        def ask(text: str) -> Any:
+            body = {"input": text, "response_format": "pcm"}
+            return httpx.stream("POST", url + "/v1/audio/speech", json=body, timeout=10)
+
+        def think() -> None:
+            with ask("think") as answer:
+                answer.read()
+
+        with ask("forever" + " a" * 1000) as answer:
+            parts = answer.iter_raw()
+            next(parts)
+            for _ in range(6):
+                thread = threading.Thread(target=think)
+                thread.start()
+                stack.callback(thread.join)
+            stack.callback(go_on.set)
+            time.sleep(0.3)
+            for _ in range(100):
+                next(parts)
+            assert not go_on.is_set()
+
+
+@pytest.mark.parametrize(("speed", "heard_s"), [(2.0, 0.25), (0.5, 1.0)])
+def test_a_limit_is_of_what_is_heard(url: str, speed: float, heard_s: float) -> None:
+    body = {"input": TEXT, "response_format": "pcm", "speed": speed}
+    answer = httpx.post(url, json={**body, "max_duration_s": 1.1 * heard_s})
+    assert abs(len(answer.content) / 2 / RATE - heard_s) < 0.1
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.post(url, json={**body, "max_duration_s": 0.8 * heard_s})
 
 
 def test_instructions_are_taken_and_said_to_be_ignored(url: str) -> None:
@@ -282,3 +368,60 @@ def test_a_bad_upload_is_named(
     answer = upload(server[0] + "/v1/audio/voices", **given)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["param"] == field
+
+
+def test_a_voice_is_of_its_codec_alone(tmp_path: Path) -> None:
+    other = Tones()
+    other.voice_kind = "others"
+    for model, names in [(Tones(), ["low", "high"]), (other, ["low", "high"])]:
+        with serving(model, tmp_path) as (url, _):
+            voices = url + "/v1/audio/voices"
+            assert [voice["name"] for voice in httpx.get(voices).json()["data"]] == names
+            assert upload(voices).status_code == 201
+
+
+@pytest.mark.parametrize(("given", "status"), [({"name": "../mine"}, 400), ({}, 409)])
+def test_what_cannot_be_kept_is_not_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], status: int
+) -> None:
+    async def decode(data: bytes) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(server_voices, "read_sample_safely", decode)
+    with serving(Tones(), tmp_path, max_voices=0) as (url, _):
+        answer = upload(url + "/v1/audio/voices", **given)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, "name")
+
+
+def test_few_uploads_are_read_at_once_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "AT_ONCE", 2)
+    monkeypatch.setattr(uploads, "READ_S", 1.0)
+
+    def slowly() -> Iterator[bytes]:
+        yield b"--a\r\n"
+        for _ in range(30):
+            time.sleep(0.1)
+            yield b""
+        yield b"--a--\r\n"
+
+    answers = []
+
+    def send(url: str) -> None:
+        headers = {"Content-Type": "multipart/form-data; boundary=a"}
+        answers.append(httpx.post(url, content=slowly(), headers=headers, timeout=10))
+
+    with serving(Tones(), tmp_path) as (url, found), contextlib.ExitStack() as stack:
+        voices = url + "/v1/audio/voices"
+        for _ in range(2):
+            thread = threading.Thread(target=send, args=[voices])
+            thread.start()
+            stack.callback(thread.join)
+        wait_until(lambda: found.server.uploads.num_open == 2)
+        refused = upload(voices)
+        assert (refused.status_code, int(refused.headers["retry-after"]) > 0) == (503, True)
+        wait_until(lambda: found.server.uploads.num_open == 0)
+        assert upload(voices).status_code == 201
+        stack.close()
+        assert [answer.status_code for answer in answers] == [408, 408]
