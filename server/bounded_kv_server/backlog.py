@@ -26,9 +26,14 @@ class Backlog:
         """Tokens of utterances that have not ended."""
 
     @property
+    def num_left(self) -> int:
+        """Utterances that have not ended."""
+        return self._num_given - self._num_said
+
+    @property
     def is_busy(self) -> bool:
         """Whether something is still to be said."""
-        return self._num_said < self._num_given
+        return self.num_left > 0
 
     def add(self, utterance: list[int]) -> None:
         """To be said after all others."""

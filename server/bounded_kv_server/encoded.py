@@ -40,6 +40,10 @@ class Encoded:
         """What is ready after `samples [N]`; there may be nothing."""
         return await self._run(lambda: self._encoder.encode(samples))
 
+    async def settle(self) -> bytes:
+        """What is held back, pushed out by silence."""
+        return await self._run(self._encoder.settle)
+
     async def finish(self) -> bytes:
         """The rest."""
         return await self._run(self._encoder.finish)

@@ -20,6 +20,8 @@ from bounded_kv_server.wav_header import wav_header
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.wav import to_pcm
 
+HELD_S = 0.15
+"""What a format other than WAV and PCM holds back at most, with what its decoder takes to begin."""
 MIN_RATE, MAX_RATE = 8_000, 48_000
 """Of the samples, in Hz."""
 
@@ -97,6 +99,9 @@ class Encoder:
         if not MIN_RATE <= rate <= MAX_RATE:
             raise ValueError(f"rate={rate}: must be from {MIN_RATE} to {MAX_RATE} Hz")
         self._tempo = None if speed == 1.0 else Tempo(rate, speed)
+        held_s = HELD_S * (format in _CODECS) + (self._tempo.held_s if self._tempo else 0.0)
+        self._held = round(held_s * speed * rate)
+        """Samples that may be given without being in what `encode` has returned."""
         self._sound = _Coded(_CODECS[format], rate) if format in _CODECS else _Raw(format, rate)
 
     def __enter__(self) -> Self:
@@ -115,6 +120,10 @@ class Encoder:
         if self._tempo and len(samples):
             samples = self._tempo.feed(samples)
         return self._sound.encode(to_pcm(samples)) if len(samples) else b""
+
+    def settle(self) -> bytes:
+        """What is held back, pushed out by silence: nothing more may come for a while."""
+        return self.encode(np.zeros(self._held, np.float32))
 
     def finish(self) -> bytes:
         """The rest. Nothing may be encoded afterwards."""

@@ -143,6 +143,8 @@ class Session:
                 await self._outbox.sound(data)
                 self._active_at = self._now()
             if chunk.num_ended:
+                if chunk.num_ended >= backlog.num_left:  # `speech.done` is told when all is sent
+                    await self._outbox.sound(await encoding.settle())
                 backlog.end(chunk.num_ended)
                 await self._answer_marks(backlog)
                 if not backlog.is_busy:

@@ -15,6 +15,8 @@ from bounded_kv_speech.frames import Floats
 
 MIN_SPEED, MAX_SPEED = 0.25, 4.0
 """OpenAI's limits."""
+PIECE_S = 0.005
+"""As it is heard."""
 
 
 class Tempo:
@@ -25,7 +27,9 @@ class Tempo:
         if not MIN_SPEED <= speed <= MAX_SPEED:
             raise ValueError(f"speed={speed}: must be from {MIN_SPEED} to {MAX_SPEED}")
         self._rate = rate
-        self._num_read = 0
+        self.held_s = 0.35 if speed < 0.5 else 0.12
+        """What is held back at most, as it is heard: measured at all rates."""
+        self._num_read, self._piece = 0, max(1, round(rate * speed * PIECE_S))
         self._graph = Graph()
         self._graph.threads = 1  # else each stream starts some that have nothing to do
         source = self._graph.add_abuffer(
@@ -38,11 +42,14 @@ class Tempo:
 
     def feed(self, samples: Floats) -> Floats:
         """What is ready `[M]`, 0 or more, after `samples [N]`, 1 or more."""
-        frame = AudioFrame.from_ndarray(samples[None], "flt", "mono")
-        frame.sample_rate = self._rate
-        frame.pts, frame.time_base = self._num_read, Fraction(1, self._rate)
-        self._num_read += len(samples)
-        self._graph.push(frame)
+        # `atempo` holds back as much as the last piece makes.
+        for at in range(0, len(samples), self._piece):
+            piece = samples[None, at : at + self._piece]
+            frame = AudioFrame.from_ndarray(np.ascontiguousarray(piece), "flt", "mono")
+            frame.sample_rate = self._rate
+            frame.pts, frame.time_base = self._num_read, Fraction(1, self._rate)
+            self._num_read += piece.shape[1]
+            self._graph.push(frame)
         return self._ready()
 
     def finish(self) -> Floats:
