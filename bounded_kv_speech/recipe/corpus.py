@@ -87,7 +87,7 @@ class _Maker:
             voice, pace = any_voice(rng), float(rng.uniform(*PACES))
             for phonemes in self._teacher.phonemes(self._sentences[i % len(self._sentences)]):
                 utterance = self._teacher.say(phonemes, voice, i, pace)
-                targets = envelopes(utterance.samples, utterance.pulses, utterance.f0)
+                targets = envelopes(utterance)
                 count = len(targets) // FRAMES_PER_CODE
                 heard.append(features(utterance.samples)[: count * FRAMES_PER_CODE])
                 said.append(targets[: count * FRAMES_PER_CODE])

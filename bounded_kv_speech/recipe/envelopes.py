@@ -1,9 +1,9 @@
 """What the decoder learns to say of a frame: pitch, harmonic envelope, noise envelope.
 
-Read off a waveform whose pulses are known. In the bins about a frequency, the part of the spectrum
-that one complex gain makes of the pulses' spectrum is harmonic, and the rest is noise (least
-squares; the coherent part of the teacher's phases counts as harmonic, wherever its graph has it).
-Then both are corrected, a few times over, by how the mel spectrum of what they sound like differs.
+Read off the two parts of the teacher's sound. What is coherent is said by pulses of its pitch (by
+what their power is multiplied with in the bins about a frequency, whatever the phase), the rest by
+noise. Then both are corrected, a few times over, by how the mel spectrum of what they sound like
+differs.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from bounded_kv_speech.frames import (
     spectra,
     to_bands,
 )
+from bounded_kv_speech.recipe.teacher import Utterance
 from bounded_kv_speech.synth import synthesise_at_once
 
 FFT_SIZE = 600
-"""25 ms. In 50 ms a vowel moves too far to be one gain: it is taken for noise."""
+"""25 ms."""
 REACH = 3
-"""Bins on either side that share a gain: 120 Hz."""
+"""Bins on either side that share a gain: 120 Hz, so that there is a harmonic in each."""
 FLOOR = 1e-5
 CORRECTIONS, RATE, MOST = 3, 0.8, 0.7
 """How often, by which share of the difference, and by at most how many nepers of it."""
@@ -40,11 +41,10 @@ _KERNEL = np.bartlett(2 * REACH + 3)[1:-1].astype(np.float32)
 _QUIET = 1e-7
 
 
-def envelopes(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
-    """Frames `[F, NUM_VALUES]` of `samples [N]` with `pulses [N]` and `f0 [F]` in Hz."""
-    sound = spectra(samples, _WINDOW)
-    frames = _projected(sound, pulses, f0)
-    wanted = _log_mel(sound)[: len(frames)]
+def envelopes(utterance: Utterance) -> Floats:
+    """Frames `[F, NUM_VALUES]` of an utterance."""
+    frames = _read(utterance)
+    wanted = _log_mel(spectra(utterance.samples, _WINDOW))[: len(frames)]
     for _ in range(CORRECTIONS):
         again = np.pad(synthesise_at_once(frames)[HOP:], (0, HOP))  # it is late by as much
         found = _log_mel(spectra(again, _WINDOW))[: len(wanted)]
@@ -54,18 +54,20 @@ def envelopes(samples: Floats, pulses: Floats, f0: Floats) -> Floats:
     return frames
 
 
-def _projected(sound: Spectra, pulses: Floats, f0: Floats) -> Floats:
-    sound = sound[: len(f0)]
-    source = spectra(pulses, _WINDOW)[: len(f0)]
-    f0 = f0[: len(sound)]
-    cross, power = _blur(sound * source.conj()), _blur(np.square(np.abs(source)))
+def _read(utterance: Utterance) -> Floats:
+    f0 = utterance.f0
+    coherent, noise, pulses = (
+        np.square(np.abs(spectra(part, _WINDOW)[: len(f0)]))
+        for part in (utterance.coherent, utterance.noise, utterance.pulses)
+    )
+    f0 = f0[: len(coherent)]
     voiced = f0 >= MIN_F0
-    gain = np.where(voiced[:, None], cross / (power + 1e-3), 0)
-    rest = np.square(np.abs(sound - gain * source)) / _WINDOW_POWER
-    harmonic = 0.5 * np.log(np.square(np.abs(gain)) @ _HARMONIC + FLOOR**2)
-    noise = 0.5 * np.log(rest @ _NOISE + FLOOR**2)
+    gain = np.where(voiced[:, None], _blur(coherent) / (_blur(pulses) + 1e-3), 0)
+    rest = (noise + np.where(voiced[:, None], 0, coherent)) / _WINDOW_POWER
+    harmonic = 0.5 * np.log(gain @ _HARMONIC + FLOOR**2)
+    quiet = 0.5 * np.log(rest @ _NOISE + FLOOR**2)
     pitch = np.log(np.maximum(f0, MIN_F0))
-    return np.concatenate([harmonic, noise, pitch[:, None], voiced[:, None]], axis=1).astype(
+    return np.concatenate([harmonic, quiet, pitch[:, None], voiced[:, None]], axis=1).astype(
         np.float32
     )
 

@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         name = list(BUILT_IN)[i % len(BUILT_IN)]
         said = [teacher.say(p, BUILT_IN[name], i) for p in teacher.phonemes(sentence)]
         samples = np.concatenate([each.samples for each in said])
-        frames = [envelopes(each.samples, each.pulses, each.f0) for each in said]
+        frames = [envelopes(each) for each in said]
         sounds = {
             "teacher": samples,
             "frames": synthesise_at_once(np.concatenate(frames)),

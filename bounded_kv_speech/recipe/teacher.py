@@ -16,12 +16,14 @@ import soxr
 from hibari import dsp
 from numpy.typing import NDArray
 
-from bounded_kv_speech.frames import HOP, SAMPLE_RATE, Floats
+from bounded_kv_speech.frames import HOP, MIN_F0, SAMPLE_RATE, Floats
 
 DURATIONS = "/Cast_32_output_0"
 """Of hibari-tts 0.2.1's graph: `[1, L]`, in the teacher's frames of 25 ms."""
 LOUDNESS = 0.06
 """Root mean square of every utterance, full scale being 1."""
+SILENT = -30.0
+"""Of log amplitudes."""
 TEACHER_FRAMES = 2
 """Frames of the spectra in one of the durations'."""
 
@@ -42,9 +44,9 @@ class Voice:
 BUILT_IN = {
     "heart": Voice(),
     "robin": Voice(1.25, 0.97),
-    "sage": Voice(0.85, 0.92),
+    "sage": Voice(0.9, 0.92),
     "reed": Voice(0.7, 1.0),
-    "otto": Voice(0.75, 0.86),
+    "otto": Voice(0.7, 0.86),
 }
 """The voices that come with the model."""
 PITCHES, SIZES = (0.65, 1.3), (0.84, 1.0)
@@ -62,8 +64,10 @@ def any_voice(rng: np.random.Generator) -> Voice:
 class Utterance:
     """One sentence, spoken."""
 
-    samples: Floats
-    """`[N]`, at 24 kHz."""
+    coherent: Floats
+    """`[N]`, at 24 kHz: of voiced speech, what is no noise."""
+    noise: Floats
+    """`[N]`: the rest."""
     pulses: Floats
     """`[N]`: the excitation behind its harmonics, each of amplitude 1."""
     f0: Floats
@@ -71,6 +75,11 @@ class Utterance:
     phonemes: str
     ends: NDArray[np.float64]
     """Where each phoneme ends, in seconds; the first and last belong to the silence around."""
+
+    @property
+    def samples(self) -> Floats:
+        """All of its sound, `[N]`."""
+        return self.coherent + self.noise
 
 
 class Teacher:
@@ -95,22 +104,33 @@ class Teacher:
         ids = np.asarray([self.front_end.ids(known)], np.int64)
         speed = np.asarray([pace / voice.size], np.float32)
         outputs = self.session.run(None, {"ids": ids, "speed": speed})
-        *spectra, f0 = (output[0] for output in outputs[:-1])
+        harmonic, phase, noise, free, free_phase, f0 = (output[0] for output in outputs[:-1])
         durations = outputs[-1].reshape(-1)
         f0 = f0 * np.float32(voice.pitch)
-        samples = dsp.synth(*spectra, f0, np.random.default_rng(seed))
+        # The branch of free phases is coherent with the pulses where there are any.
+        silent, voiced = np.full_like(noise, SILENT), f0 >= MIN_F0
+        sounds = [
+            dsp.synth(*spectra, free_phase, f0, np.random.default_rng(seed))
+            for spectra in (
+                (harmonic, phase, silent, np.where(voiced, free, SILENT)),
+                (silent, phase, noise, np.where(voiced, SILENT, free)),
+            )
+        ]
         pulses = dsp.pulses(f0)
         ends = np.cumsum(durations) * TEACHER_FRAMES * HOP / SAMPLE_RATE / voice.size
         if voice.size != 1.0:
             rate = SAMPLE_RATE * voice.size
-            samples, pulses = (soxr.resample(x, rate, SAMPLE_RATE) for x in (samples, pulses))
-            frames = (np.arange(len(samples) // HOP) + 0.5) * voice.size - 0.5
+            *sounds, pulses = (soxr.resample(x, rate, SAMPLE_RATE) for x in (*sounds, pulses))
+            frames = (np.arange(len(pulses) // HOP) + 0.5) * voice.size - 0.5
             near = np.clip(np.rint(frames).astype(int), 0, len(f0) - 1)
             between = np.interp(frames, np.arange(len(f0)), f0)
             f0 = np.where(f0[near] > 0, between, 0) * voice.size
-        gain = LOUDNESS / max(float(np.sqrt(np.mean(np.square(samples)))), 1e-4)
+        coherent, rest = sounds
+        level = float(np.sqrt(np.mean(np.square(coherent + rest))))
+        gain = LOUDNESS / max(level, 1e-4)
         return Utterance(
-            (samples * gain).astype(np.float32),
+            (coherent * gain).astype(np.float32),
+            (rest * gain).astype(np.float32),
             pulses.astype(np.float32),
             f0.astype(np.float32),
             known,

@@ -1,7 +1,8 @@
 """`python -m bounded_kv_speech.recipe.train_codec`: encoder and decoder, together, from the corpus.
 
 The decoder learns the frames that the teacher's sound is made of, not the sound: a plain
-regression, which needs no synthesis and no discriminator.
+regression, which needs no synthesis and no discriminator. `--decoder-of CHECKPOINT` keeps that
+codec's encoder, and so the codes that a language model has learned, and trains its decoder on.
 A run that is stopped goes on from its checkpoint.
 """
 
@@ -95,10 +96,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
     parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--decoder-of", type=Path, metavar="CHECKPOINT")
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     corpus = load(args.work)
     codec, audible = Codec(CodecConfig()), Audible()
+    if args.decoder_of is not None:
+        codec.load_state_dict(torch.load(args.decoder_of, weights_only=True)["model"])
+        codec.encoder.requires_grad_(False)
     _normalise(codec.decoder, corpus)
     training = Training(codec, args.work, NAME, LEARNING_RATE, args.steps)
     averages: dict[str, float] = {}

@@ -167,13 +167,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=LEARNING_RATE, help="at most (%(default)s)")
+    parser.add_argument(
+        "--begin", type=Path, metavar="CHECKPOINT", help="of another run, to begin with its weights"
+    )
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     said = load(args.work)
     is_held_out = said.sitting > said.sitting[-1] - HELD_OUT
     learned, held_out = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     voice = Voice()
-    training = Training(voice, args.work, NAME, LEARNING_RATE, args.steps)
+    if args.begin is not None:
+        voice.load_state_dict(torch.load(args.begin, weights_only=True)["model"])
+    training = Training(voice, args.work, NAME, args.rate, args.steps)
     average: float | None = None
     for step in training.steps():
         loss = voice(batch_of(said, learned, np.random.default_rng([args.seed, step])))
