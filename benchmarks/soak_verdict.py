@@ -21,9 +21,6 @@ WARM_UP = 1 / NUM_PARTS
 """Share of the stream that memory and latency are not judged by."""
 MAX_BYTES_PER_TOKEN = 200.0
 MAX_ITL_RATIO = 1.03
-LATE = 0.05
-"""Share of the readings, the last ones, that may come after the stream has ended: the engine does
-not wait for a client that is behind."""
 MIN_READINGS = 20
 
 
@@ -86,6 +83,9 @@ class Limits:
     """Streams at once."""
     bytes_per_token: float = MAX_BYTES_PER_TOKEN
     itl_ratio: float = MAX_ITL_RATIO
+    late: float = 0.05
+    """Share of the readings, the last ones, that may come after the stream has ended: the engine
+    does not wait for a client that is behind."""
     noise_bytes: int = 0
     """Growth over the whole stream that is not the stream's: short runs are still warming up."""
 
@@ -160,7 +160,7 @@ def judge(
     total, each = growth(late)
     spreads = [Spread.of(part) for part in parts(arrivals.itl_ms())]
     ratio = spreads[-1].median / spreads[1].median
-    running = _while_running(readings)
+    running = _while_running(readings, limits.late)
     verdict = Verdict(
         blocks=sorted({r.blocks for r in running}),
         max_slots_used=max(r.slots_used for r in readings),
@@ -199,10 +199,10 @@ def judge(
     return verdict
 
 
-def _while_running(readings: Sequence[Reading]) -> list[Reading]:
-    """Without those of the last that came after the stream's end, as far as `LATE` allows."""
+def _while_running(readings: Sequence[Reading], late: float) -> list[Reading]:
+    """Without those of the last that came after the stream's end, up to a share of `late`."""
     end = len(readings)
-    while end > (1 - LATE) * len(readings) and readings[end - 1].blocks == 0:
+    while end > (1 - late) * len(readings) and readings[end - 1].blocks == 0:
         end -= 1
     return list(readings[:end])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bounded_kv_speech.frames import FRAMES_PER_CODE, HOP, Floats
+from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
 from bounded_kv_speech.lm import SINK
 from bounded_kv_speech.package import BUILT_IN, save
 from bounded_kv_speech.recipe import teacher, text
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def typical(said: Sequence[teacher.Utterance]) -> Floats:
-    """The beginning whose pitch is nearest to that of them all: many a sentence begins high."""
+    """The one whose beginning has the pitch that is usual: many a sentence begins high."""
 
     def pitch(f0: Floats) -> float:
         return float(np.median(np.log(f0[f0 > 0])))
@@ -59,7 +59,7 @@ def typical(said: Sequence[teacher.Utterance]) -> Floats:
     usual = float(np.mean([pitch(each.f0) for each in said]))
     size = SINK * FRAMES_PER_CODE
     nearest = min(said, key=lambda each: abs(pitch(each.f0[:size]) - usual))
-    return nearest.samples[: size * HOP]
+    return nearest.samples
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_without_the_flag_two_functions_hand_through(no_flag: Seen) -> None:
 
 
 def test_without_the_flag_no_module_that_registers_is_imported(no_flag: Seen) -> None:
-    needed = ("cli", "compat", "plugin", "policy", "settings")
+    needed = ("cli", "compat", "extensions", "plugin", "policy", "settings")
     assert no_flag["ours"] == [f"vllm_bounded_kv.engine.{name}" for name in needed]
 
 

@@ -3,13 +3,14 @@ behind another whose streams outlive the model's positions and whose sources can
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from support import endless
-from support.server import serving, tiny_server_flags, wait_until_idle
+from support.server import MAX_POSITIONS, serving, tiny_server_flags, wait_until_idle
 from vllm_bounded_kv.launch import VllmServer
 
 SINK, WINDOW, MAX_SOURCE = 5, 96, 96
@@ -31,6 +32,7 @@ def logging_servers() -> Iterator[None]:
 def shared_server(tiny_model: Path) -> Iterator[VllmServer]:
     flags = [
         *tiny_server_flags(POOL_BLOCKS),
+        *("--hf-overrides", json.dumps({"max_position_embeddings": MAX_POSITIONS})),
         *("--kv-plugin", "bounded", "--bounded-kv-positions", "absolute"),
         *("--bounded-kv-sink", str(SINK), "--bounded-kv-window", str(WINDOW)),
         *("--bounded-kv-max-source-len", str(MAX_SOURCE), "--bounded-kv-max-slots", str(SLOTS)),

@@ -19,6 +19,8 @@ from benchmarks.tiny_llama import random_prompt
 from support.engine import Ask, expect_exact
 from support.oracle_llama import OracleLlama
 from support.server import (
+    ENDLESS,
+    MAX_POSITIONS,
     SERVED,
     complete,
     complete_all,
@@ -54,6 +56,9 @@ api-server-count: 2
 """
 
 
+LONG = ("--max-model-len", str(MAX_POSITIONS))
+
+
 def as_yaml(flags: list[str]) -> str:
     """Flags in the form of vLLM's `--config` file."""
     lines = []
@@ -68,7 +73,7 @@ def two_api_servers(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmServer]:
     file = tmp_path_factory.mktemp("config") / "server.yaml"
-    file.write_text(CONFIG + as_yaml(tiny_server_flags(POOL_BLOCKS)))
+    file.write_text(CONFIG + as_yaml([*tiny_server_flags(POOL_BLOCKS), *LONG]))
     with serving(tiny_model, ["--config", str(file)]) as server:
         yield server
 
@@ -119,7 +124,7 @@ def test_the_config_file_has_been_read(server: VllmServer) -> None:
 
 
 def test_figures_are_the_same_from_both(server: VllmServer) -> None:
-    ask = Ask(random_prompt(20), 8000)
+    ask = Ask(random_prompt(20), ENDLESS)
     with running_stream(server.url, ask):
         shown = [answer.json() for answer in from_both(server, "/v1/bounded_kv")]
     fixed = [{k: v for k, v in f.items() if k not in ("streams", "ring_wraps")} for f in shown]
@@ -135,7 +140,7 @@ def test_metrics_are_the_same_from_both(server: VllmServer) -> None:
     """While a stream runs, and once it has gone: no gauge is left over in the other process."""
     for is_running in (True, False):
         if is_running:
-            with running_stream(server.url, Ask(random_prompt(20), 8000)):
+            with running_stream(server.url, Ask(random_prompt(20), ENDLESS)):
                 answers = from_both(server, "/metrics")
         else:
             wait_until_idle(server.url)
@@ -207,6 +212,6 @@ def test_a_refusal_does_not_stream_in_either(url: str) -> None:
 
 def test_leaving_a_stream_frees_its_slot_in_either(url: str) -> None:
     for seed in range(6):
-        with running_stream(url, Ask(random_prompt(20, seed=seed), 8000)):
+        with running_stream(url, Ask(random_prompt(20, seed=seed), ENDLESS)):
             wait_until(lambda: figures(url), lambda f: f["slots_used"] == 1)
         wait_until(lambda: figures(url), is_idle)

@@ -13,6 +13,7 @@ from support.engine import Ask
 from support.server import (
     BLOCK_BYTES,
     BLOCK_SIZE,
+    ENDLESS,
     Metrics,
     complete,
     figures,
@@ -168,7 +169,7 @@ def test_a_stream_from_its_start_to_its_end(url: str) -> None:
     ("sink", "window"), [(0, 1), (0, 32), (0, 33), (SINK, WINDOW), (31, 33), (96, 96)]
 )
 def test_a_stream_holds_what_its_own_policy_needs(url: str, sink: int, window: int) -> None:
-    ask = Ask(random_prompt(20), 7000, {"kv_sink": sink, "kv_window": window})
+    ask = Ask(random_prompt(20), ENDLESS, {"kv_sink": sink, "kv_window": window})
     with running_stream(url, ask):
         shown = figures(url)
         (stream,) = shown["streams"]
@@ -180,8 +181,8 @@ def test_a_stream_holds_what_its_own_policy_needs(url: str, sink: int, window: i
 def test_source_blocks_of_two_streams(url: str) -> None:
     """Held once and shared while both run, held alone when one has gone."""
     source = random_prompt(MAX_SOURCE, seed=99)
-    ask = Ask([*source, 65, 66, 67], 7000, {"kv_source_len": MAX_SOURCE})
-    other = Ask([*source, 75, 76], 7000, {"kv_source_len": MAX_SOURCE})
+    ask = Ask([*source, 65, 66, 67], ENDLESS, {"kv_source_len": MAX_SOURCE})
+    other = Ask([*source, 75, 76], ENDLESS, {"kv_source_len": MAX_SOURCE})
 
     def expect(streams: int, shared: int) -> None:
         shown = wait_until(lambda: figures(url), lambda f: f["slots_used"] == streams)

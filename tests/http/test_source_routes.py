@@ -226,7 +226,7 @@ def test_64_sources_and_200_requests_with_churn(url: str) -> None:
     # Beside a full quota, every slot of the largest size can still be had.
     with ExitStack() as streams:
         for seed in range(SLOTS):
-            ask = Ask(random_prompt(10, seed=seed), 7000, {"kv_sink": MAX_SOURCE})
+            ask = Ask(random_prompt(10, seed=seed), MAX_LEN - 20, {"kv_sink": MAX_SOURCE})
             streams.enter_context(running_stream(url, ask))
         wait_until(lambda: figures(url)["slots_used"], lambda n: n == SLOTS)
 

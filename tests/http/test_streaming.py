@@ -15,6 +15,7 @@ from benchmarks.tiny_llama import random_prompt
 from support.engine import LOGPROB_TOL, Ask, expect_exact, judge
 from support.oracle_llama import OracleLlama, assert_exact, bounded_mask
 from support.server import (
+    ENDLESS,
     SERVED,
     TIMEOUT_S,
     complete,
@@ -143,9 +144,6 @@ def test_more_clients_than_slots(url: str, oracle: OracleLlama) -> None:
 
 
 # --- clients that go away
-
-ENDLESS = 7000
-"""Tokens of a stream that no test waits for."""
 
 
 def test_leaving_a_stream_frees_its_slot(url: str) -> None:

@@ -33,6 +33,12 @@ BLOCK_BYTES = TINY.num_layers * 2 * TINY.num_kv_heads * TINY.head_dim * 4 * BLOC
 
 TIMEOUT_S = 60.0
 
+MAX_POSITIONS = 65_536
+"""Of the tiny model where streams are not to end: it has 8,192 of its own."""
+ENDLESS = 60_000
+"""Tokens of a stream that no test waits for. The engine does not stand still while a test does: one
+of 7,000 was over before its test had looked at it once."""
+
 T = TypeVar("T")
 
 
