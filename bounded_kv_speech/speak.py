@@ -24,7 +24,6 @@ from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.tokens import END, SPEECH
 from bounded_kv_speech.turns import TooManyStreams, Turn, tokens_of
 
-
 STEP_TOKENS = 20
 """Of a stream that are decoded at once, at most. What a slow listener has not taken waits in vLLM,
 as one piece: in one step, all streams would wait for it, and it would take memory by its square."""
