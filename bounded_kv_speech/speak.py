@@ -7,7 +7,7 @@ utterance follows utterance in the same slot. All streams' tokens are decoded to
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,12 +21,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from bounded_kv_speech.decode import StreamingDecoder
 from bounded_kv_speech.durations import LONGEST
 from bounded_kv_speech.frames import Floats
-from bounded_kv_speech.tokens import END, SPEECH
+from bounded_kv_speech.tokens import END, FIRST_CODE, SPEECH
 from bounded_kv_speech.turns import TooManyStreams, Turn, tokens_of
 
-STEP_TOKENS = 20
-"""Of a stream that are decoded at once, at most. What a slow listener has not taken waits in vLLM,
-as one piece: in one step, all streams would wait for it, and it would take memory by its square."""
+STEP_CODES = 4
+"""Of a stream that are decoded at once, a tenth of a second, but for an utterance's first, which
+comes as soon as it can. One by one they take three times as long. All that a slow listener has left in vLLM would make
+one step that all streams wait for, and take memory by its square."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,21 @@ class Said:
     samples: Floats = field(repr=False)
     """`[CODE_SAMPLES * codes]`; none where there are no codes among the tokens."""
     tokens: list[int] = field(repr=False)
-    """An `END` after each utterance. Where the caller is slow, they may be of more than one."""
+    """Of one utterance, its `END` after its last."""
 
 
-def in_steps(tokens: list[int]) -> Iterator[list[int]]:
-    """A stream's tokens, `STEP_TOKENS` at a time."""
-    for first in range(0, len(tokens), STEP_TOKENS):
-        yield tokens[first : first + STEP_TOKENS]
+async def in_steps(pieces: AsyncIterable[list[int]]) -> AsyncGenerator[list[int]]:
+    """A stream's tokens as they are decoded: each utterance's first code, then some at once."""
+    step, codes, most = list[int](), 0, 1
+    async for tokens in pieces:
+        for token in tokens:
+            step.append(token)
+            codes += token >= FIRST_CODE
+            if codes == most or token == END:
+                yield step
+                step, codes, most = [], 0, 1 if token == END else STEP_CODES
+    if step:
+        yield step
 
 
 def by_utterance(said: Iterable[Said]) -> list[list[int]]:
@@ -109,12 +118,14 @@ class Speaker:
             turns = _turns(voice, utterances, chosen)
             first = _params(chosen, len(voice), ())
             before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
-            async with aclosing(tokens_of(self._llm, name, first, turns)) as parts:
-                async for tokens in parts:
-                    for some in in_steps(tokens):
-                        heard = before + [SPEECH if token == END else token for token in some]
-                        before = []
-                        yield Said(await self._decoding.decode(name, heard), some)
+            async with (
+                aclosing(tokens_of(self._llm, name, first, turns)) as pieces,
+                aclosing(in_steps(pieces)) as steps,
+            ):
+                async for tokens in steps:
+                    heard = before + [SPEECH if token == END else token for token in tokens]
+                    before = []
+                    yield Said(await self._decoding.decode(name, heard), tokens)
         finally:
             await self._decoding.close(name)
 

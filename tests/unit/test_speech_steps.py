@@ -15,7 +15,7 @@ from bounded_kv_speech.tokens import END, FIRST_CODE, SPEECH, TEXT, VOICE
 from bounded_kv_speech.turns import given
 
 LATE, LIVELY = 400, 5
-MOST_AT_ONCE = 32
+MOST_AT_ONCE = 8
 UTTERANCE = [TEXT, *[9] * 20, SPEECH]
 
 
@@ -72,6 +72,7 @@ def test_nobody_waits_for_what_another_has_not_taken() -> None:
 
     (sound, tokens), (other, _) = asyncio.run(run())
     assert max(max(step.values()) for step in decoder.steps) <= MOST_AT_ONCE
+    assert [step["late"] for step in decoder.steps if "late" in step][:3] == [2, 4, 4]
     assert tokens == [*range(FIRST_CODE, FIRST_CODE + LATE), END]
     assert np.array_equal(sound[::CODE_SAMPLES], tokens[:-1])
     assert len(other) == LIVELY * CODE_SAMPLES
