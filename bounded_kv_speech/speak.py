@@ -26,8 +26,8 @@ from bounded_kv_speech.turns import TooManyStreams, Turn, tokens_of
 
 STEP_CODES = 4
 """Of a stream that are decoded at once, a tenth of a second, but for an utterance's first, which
-comes as soon as it can. One by one they take three times as long. All that a slow listener has left in vLLM would make
-one step that all streams wait for, and take memory by its square."""
+comes as soon as it can. One by one they take three times as long. All that a slow listener has
+left in vLLM would make one step that all streams wait for, and take memory by its square."""
 
 
 @dataclass(frozen=True)
