@@ -14,6 +14,7 @@ from typing import Self
 import av
 import numpy as np
 from av.audio.frame import AudioFrame
+from av.container import OutputContainer
 
 from bounded_kv_server.tempo import Tempo
 from bounded_kv_server.wav_header import wav_header
@@ -163,17 +164,12 @@ class _Coded:
         self._rate = rate
         self._num_samples = 0
         self._ready = _Bytes()
-        self._muxer = av.open(
-            self._ready,
-            "w",
-            codec.muxer,
-            container_options=codec.options,
-        )
-        stream = self._muxer.add_stream(codec.name, codec.rate(rate), layout="mono")
+        muxer = av.open(self._ready, "w", codec.muxer, container_options=codec.options)
+        stream = muxer.add_stream(codec.name, codec.rate(rate), layout="mono")
         assert isinstance(stream, av.AudioStream)
         if codec.bit_rate:
             stream.bit_rate = codec.bit_rate
-        self._stream = stream
+        self._open: tuple[OutputContainer, av.AudioStream] | None = muxer, stream
 
     def encode(self, pcm: bytes) -> bytes:
         """What is ready after samples of 16 bits. PyAV resamples them if the codec needs that."""
@@ -182,18 +178,25 @@ class _Coded:
         frame.sample_rate = self._rate
         frame.pts, frame.time_base = self._num_samples, Fraction(1, self._rate)
         self._num_samples += len(samples)
-        self._muxer.mux(self._stream.encode(frame))
+        self._mux(frame)
         return self._ready.take()
 
     def finish(self) -> bytes:
         """What the encoder still held, and the end of the file."""
-        self._muxer.mux(self._stream.encode(None))
-        self._muxer.close()
+        self._mux(None)
+        self.close()
         return self._ready.take()
 
     def close(self) -> None:
-        """Free the codec."""
-        self._muxer.close()
+        """Free the codec. PyAV's resampler has threads, which only go with what refers to it."""
+        if self._open is not None:
+            self._open[0].close()
+            self._open = None
+
+    def _mux(self, frame: AudioFrame | None) -> None:
+        assert self._open is not None, "nothing may be encoded after the end"
+        muxer, stream = self._open
+        muxer.mux(stream.encode(frame))
 
 
 class _Bytes:

@@ -31,6 +31,8 @@ VOICES = ("heart", "robin", "sage", "reed", "otto")
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
 IDLE_THREADS = 8
 """asyncio's own executor starts them as they are needed, up to cores + 4, and keeps them."""
+HEALTH_SHARE = 0.5
+"""Of the time that all speak, which it would take if it waited for them."""
 NEAR_STEP = 1
 """Of 16 bits."""
 
@@ -168,13 +170,14 @@ def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:
     before = metrics_of(server)
     with ThreadPoolExecutor(CLIENTS) as pool:
         spoken = [pool.submit(say, server, TEXTS[i % 4]) for i in range(CLIENTS)]
-        took = []
+        took, begun = [], time.monotonic()
         while not all(each.done() for each in spoken):
             start = time.monotonic()
             assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
             took.append(time.monotonic() - start)
             time.sleep(0.02)
-    assert statistics.quantiles(took, n=100)[-1] < 2.0
+    whole = time.monotonic() - begun
+    assert statistics.quantiles(took, n=100)[-1] < HEALTH_SHARE * whole, "it waits for speech"
     audio = sum(len(each.result()) for each in spoken) / 2 / SAMPLE_RATE
     after = metrics_of(server)
     name = "bounded_kv_speech_requests_total"

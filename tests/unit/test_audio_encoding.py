@@ -9,6 +9,7 @@ from pathlib import Path
 
 import av
 import numpy as np
+import psutil
 import pytest
 
 from bounded_kv_server.encoding import FORMATS, Encoder, content_type, encode_all
@@ -239,3 +240,20 @@ def test_content_types() -> None:
     }
     with pytest.raises(ValueError, match="format='mp4'"):
         content_type("mp4", RATE)
+
+
+@pytest.mark.parametrize("format", ["flac", "mp3", "opus", "aac"])
+@pytest.mark.parametrize("to_the_end", [False, True])
+def test_what_is_closed_has_no_threads(format: str, to_the_end: bool) -> None:
+    """Also where something still refers to it: who was cancelled may for long."""
+    process, encoders = psutil.Process(), []
+    before = process.num_threads()
+    for _ in range(4):
+        encoder = Encoder(format, 24_000, 0.8)
+        encoder.encode(np.zeros(2400, np.float32))
+        if to_the_end:
+            encoder.finish()
+        encoders.append(encoder)
+    for encoder in encoders:
+        encoder.close()
+    assert process.num_threads() == before
