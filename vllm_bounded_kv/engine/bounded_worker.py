@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_bounded_kv.engine import compat
-from vllm_bounded_kv.engine.policy import PolicyError
 from vllm_bounded_kv.engine.refusals import UnsupportedError
 from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.slots import blocks_in
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
 
 if TYPE_CHECKING:
@@ -70,15 +70,6 @@ class BoundedWorkerMixin(_Worker):
         a model length that does not matter here."""
         available: int = super().determine_available_memory()  # type: ignore[misc]
         specs = [s for s in self.specs.values() if isinstance(s, BoundedAttentionSpec)]
-        num_blocks = available // sum(s.page_size_bytes for s in specs)
-        needed = specs[0].slot_blocks + 1  # and vLLM's null block
-        if num_blocks < needed:
-            largest = self.bounded_policy.largest
-            raise PolicyError(
-                "sink + window",
-                largest.capacity,
-                f"needs {needed} blocks of {specs[0].block_size} entries, but the cache memory "
-                f"({available:,} bytes) holds {num_blocks}; lower --bounded-kv-window, or raise "
-                "--kv-cache-memory-bytes (VLLM_CPU_KVCACHE_SPACE on CPU)",
-            )
+        block_bytes = sum(s.page_size_bytes for s in specs)
+        blocks_in(available, self.bounded_policy, specs[0].block_size, block_bytes)
         return available

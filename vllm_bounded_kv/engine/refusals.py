@@ -11,7 +11,7 @@ from vllm_bounded_kv.engine import rope
 from vllm_bounded_kv.engine.policy import ABSOLUTE, EnginePolicy, PolicyError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 
 class UnsupportedError(ValueError):
@@ -19,6 +19,24 @@ class UnsupportedError(ValueError):
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(f"--kv-plugin bounded does not support {what}. {remedy}")
+
+
+def check_model(model: ModelConfig) -> None:
+    """Refuse models of kinds that the bounded cache cannot serve.
+
+    Raises:
+        UnsupportedError: naming the kind.
+    """
+    for is_used, what in (
+        (model.use_mla, "multi-head latent attention (MLA)"),
+        (model.is_encoder_decoder, "encoder-decoder models"),
+        (model.runner_type != "generate", f"--runner {model.runner_type}"),
+        (model.is_attention_free, "models without attention"),
+        (model.is_hybrid, "hybrid models with recurrent layers"),
+        (model.is_mm_prefix_lm, "models that attend images bidirectionally"),
+    ):
+        if is_used:
+            raise UnsupportedError(what, "Serve this model without --kv-plugin.")
 
 
 def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
@@ -35,14 +53,8 @@ def check_engine(config: VllmConfig, policy: EnginePolicy) -> None:
 
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     speculative = config.speculative_config
-    stock = "Serve this model without --kv-plugin."
+    check_model(model)
     for is_used, what, remedy in (
-        (model.use_mla, "multi-head latent attention (MLA)", stock),
-        (model.is_encoder_decoder, "encoder-decoder models", stock),
-        (model.runner_type != "generate", f"--runner {model.runner_type}", stock),
-        (model.is_attention_free, "models without attention", stock),
-        (model.is_hybrid, "hybrid models with recurrent layers", stock),
-        (model.is_mm_prefix_lm, "models that attend images bidirectionally", stock),
         (
             speculative is not None and speculative.method != "ngram",
             f"speculative decoding by {getattr(speculative, 'method', None)} "
@@ -182,6 +194,29 @@ def check_layer(
                 f"--kv-plugin bounded does not support this model: it uses {feature}. "
                 "Serve it without --kv-plugin."
             )
+
+
+def check_declared_layers(model: ModelConfig) -> None:
+    """Refuse what `check_layer` would, as far as the model's configuration tells.
+
+    Raises:
+        ValueError: naming the feature.
+    """
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    is_sliding = "sliding_attention" in kinds
+    if kinds <= {"sliding_attention"}:  # then vLLM gives every layer the model's window, if any
+        is_sliding = model.get_sliding_window() is not None
+    others = kinds - {"attention", "full_attention", "sliding_attention"}
+    check_layer(
+        alibi_slopes=bool(model.uses_alibi),
+        logits_soft_cap=bool(getattr(text, "attn_logit_softcapping", None)),
+        sinks=False,  # no configuration says so
+        sliding_window=is_sliding,
+        kv_sharing=bool(getattr(text, "num_kv_shared_layers", 0)),
+        attn_type="decoder",
+        others=[f"layers of type {kind}" for kind in sorted(others)],
+    )
 
 
 def check_positions(config: VllmConfig, policy: EnginePolicy) -> None:

@@ -19,8 +19,9 @@ from vllm.v1.request import Request
 
 from vllm_bounded_kv.engine import compat
 from vllm_bounded_kv.engine.blocks import BoundedBlockManager
-from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError, StreamPolicy
+from vllm_bounded_kv.engine.policy import EnginePolicy, StreamPolicy
 from vllm_bounded_kv.engine.settings import policy_of
+from vllm_bounded_kv.engine.slots import divide
 from vllm_bounded_kv.engine.sources import PinnedSources, SourceError, handle
 from vllm_bounded_kv.engine.spec import BoundedAttentionSpec
 from vllm_bounded_kv.engine.stats import EngineFigures, StreamFigures
@@ -62,28 +63,6 @@ class BoundedSchedulerMixin:
     def _set_slots(self) -> None:
         spec = self.bounded_manager.kv_cache_spec
         assert isinstance(spec, BoundedAttentionSpec)
-        pool_blocks = self.bounded_manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
-        wanted = self.bounded_policy.max_slots
-        max_pinned = self.bounded_policy.max_pinned_blocks
-        pool_slots = (pool_blocks - (max_pinned or 0)) // spec.slot_blocks
-        if pool_slots < max(wanted or 1, 1):
-            beside = f" beside {max_pinned} for pinned sources" if max_pinned else ""
-            field: tuple[str, Any] = ("--bounded-kv-window", self.bounded_policy.window)
-            if max_pinned and pool_blocks // spec.slot_blocks >= (wanted or 1):
-                field = ("--bounded-kv-max-pinned-blocks", max_pinned)
-            elif wanted:
-                field = ("--bounded-kv-max-slots", wanted)
-            raise PolicyError(
-                *field,
-                f"needs {(wanted or 1) * spec.slot_blocks} blocks of {spec.block_size} entries "
-                f"({spec.slot_blocks} a slot){beside}, but the pool has {pool_blocks}; lower it, "
-                "or give the cache more memory (--kv-cache-memory-bytes, or VLLM_CPU_KVCACHE_SPACE "
-                "on CPU)",
-            )
-        if wanted is not None:
-            self.max_num_active_reqs = min(self.max_num_active_reqs, wanted)  # type: ignore[has-type]
-        self.num_slots = min(self.max_num_active_reqs, pool_slots)
-        self.slot_blocks = spec.slot_blocks
         (group,) = self.kv_cache_config.kv_cache_groups  # type: ignore[attr-defined]
         config = self.vllm_config  # type: ignore[attr-defined]
         # The group is one worker's: of a pipeline's stage its layers, of a tensor-parallel worker
@@ -92,31 +71,26 @@ class BoundedSchedulerMixin:
         if config.parallel_config.pipeline_parallel_size > 1:
             num_layers = config.model_config.get_total_num_hidden_layers()
         num_workers = config.parallel_config.tensor_parallel_size
-        self.block_bytes = spec.page_size_bytes * num_layers * num_workers
-        if max_pinned is None:
-            can_pin = self.bounded_policy.max_source_len >= spec.block_size
-            max_pinned = pool_blocks - self.num_slots * spec.slot_blocks if can_pin else 0
+        slots = divide(
+            self.bounded_policy,
+            block_size=spec.block_size,
+            block_bytes=spec.page_size_bytes * num_layers * num_workers,
+            pool_blocks=self.bounded_manager.block_pool.num_gpu_blocks - 1,  # one is the null block
+            max_active=self.max_num_active_reqs,  # type: ignore[has-type]
+        )
+        wanted = self.bounded_policy.max_slots
+        if wanted is not None:
+            self.max_num_active_reqs = min(self.max_num_active_reqs, wanted)  # type: ignore[has-type]
+        self.num_slots = slots.num_slots
+        self.slot_blocks = slots.slot_blocks
+        self.block_bytes = slots.block_bytes
         self.sources = PinnedSources(
-            self.bounded_manager.block_pool, max_pinned, spec.block_size, self.block_bytes
-        )
-        largest = self.bounded_policy.largest
-        limit = self.bounded_policy.position_limit
-        immutable = largest.num_immutable_blocks(spec.block_size)
-        logger.info(
-            "Bounded KV cache: %s bytes a slot (sink %d + window %d entries in %d blocks of %d); "
-            "%d slots in a pool of %d blocks; %d source blocks a stream can share; "
-            "%d blocks can be pinned. Rotary positions: %s.",
-            f"{self.slot_blocks * self.block_bytes:,}",
-            largest.sink,
-            largest.ring,
-            spec.slot_blocks,
+            self.bounded_manager.block_pool,
+            slots.max_pinned_blocks,
             spec.block_size,
-            self.num_slots,
-            pool_blocks,
-            immutable,
-            max_pinned,
-            f"rebase, falling back at {limit:,}" if limit else "absolute",
+            self.block_bytes,
         )
+        logger.info("%s", slots)
 
     def add_request(self, request: Request) -> None:
         """Pin the stream's policy; later pieces of a streaming input do not change it."""
