@@ -182,7 +182,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             remedy = "update the driver, or see CUDA_VISIBLE_DEVICES"
             yield Finding(FAIL, f"{what}: torch cannot use it", remedy)
         else:
-            what += f"; {PACKAGE} has been tested little on GPUs"
+            what += f"; {PACKAGE} has not been run on GPUs yet"
             yield Finding(WARN, what, "run scripts/gpu-check first")
     if not facts.gpus and facts.vllm_distribution and not facts.is_cpu_build:
         what = "vLLM is built for CUDA, but no NVIDIA driver answers (nvidia-smi)"
