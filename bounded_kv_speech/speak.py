@@ -7,6 +7,7 @@ utterance follows utterance in the same slot. All streams' tokens are decoded to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -24,10 +25,12 @@ from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.tokens import END, FIRST_CODE, SPEECH
 from bounded_kv_speech.turns import TooManyStreams, Turn, tokens_of
 
-STEP_CODES = 4
-"""Of a stream that are decoded at once, a tenth of a second, but for an utterance's first, which
-comes as soon as it can. One by one they take three times as long. All that a slow listener has
-left in vLLM would make one step that all streams wait for, and take memory by its square."""
+STEP_CODES = 8
+"""Of a stream that are decoded at once, at most: all that a slow listener has left in vLLM would
+make one step that all streams wait for, and take memory by its square."""
+PACE_S = 0.05
+"""Between steps, in which tokens gather: a step of some codes of each stream costs about as much as
+one of one code. An utterance's first code does not wait."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,22 @@ class Said:
     """Of one utterance, its `END` after its last."""
 
 
-async def in_steps(pieces: AsyncIterable[list[int]]) -> AsyncGenerator[list[int]]:
-    """A stream's tokens as they are decoded: each utterance's first code, then some at once."""
-    step, codes, most = list[int](), 0, 1
+async def in_steps(pieces: AsyncIterable[list[int]]) -> AsyncGenerator[tuple[list[int], bool]]:
+    """A stream's tokens as they are decoded, and whether a step can wait for others.
+
+    A step has the tokens that there are, at most to an utterance's end.
+    """
+    is_first = True
     async for tokens in pieces:
-        for token in tokens:
+        step, codes = list[int](), 0
+        for i, token in enumerate(tokens, 1):
             step.append(token)
             codes += token >= FIRST_CODE
-            if codes == most or token == END:
-                yield step
-                step, codes, most = [], 0, 1 if token == END else STEP_CODES
-    if step:
-        yield step
+            is_full = codes == STEP_CODES
+            if is_full or token == END or i == len(tokens):
+                yield step, not (is_full or (is_first and codes))
+                is_first = token == END or (is_first and not codes)
+                step, codes = [], 0
 
 
 def by_utterance(said: Iterable[Said]) -> list[list[int]]:
@@ -122,10 +129,10 @@ class Speaker:
                 aclosing(tokens_of(self._llm, name, first, turns)) as pieces,
                 aclosing(in_steps(pieces)) as steps,
             ):
-                async for tokens in steps:
+                async for tokens, can_wait in steps:
                     heard = before + [SPEECH if token == END else token for token in tokens]
                     before = []
-                    yield Said(await self._decoding.decode(name, heard), tokens)
+                    yield Said(await self._decoding.decode(name, heard, can_wait), tokens)
         finally:
             await self._decoding.close(name)
 
@@ -162,6 +169,8 @@ class _Decoding:
     """Of `streams`, which is not to change during a step."""
     _waiting: dict[str, tuple[list[int], asyncio.Future[Floats]]] = field(default_factory=dict)
     _some: asyncio.Event = field(default_factory=asyncio.Event)
+    _at_once: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody's tokens cannot wait."""
     _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     def start(self) -> None:
@@ -197,19 +206,28 @@ class _Decoding:
         async with self._lock:
             self.streams.close(name)
 
-    async def decode(self, name: str, tokens: list[int]) -> Floats:
+    async def decode(self, name: str, tokens: list[int], can_wait: bool) -> Floats:
         """Sound of a stream's next tokens; one call of a stream at a time."""
         if not tokens:
             return np.zeros(0, np.float32)
         future: asyncio.Future[Floats] = asyncio.get_running_loop().create_future()
         self._waiting[name] = tokens, future
         self._some.set()
+        if not can_wait:
+            self._at_once.set()
         return await future
 
     async def _run(self) -> None:
+        clock = asyncio.get_running_loop().time
+        last = clock() - PACE_S
         while True:
             await self._some.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(last + PACE_S):
+                    await self._at_once.wait()
             self._some.clear()
+            self._at_once.clear()
+            last = clock()
             async with self._lock:
                 taken, self._waiting = self._waiting, {}
                 step = {name: tokens for name, (tokens, _) in taken.items()}

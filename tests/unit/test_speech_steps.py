@@ -15,22 +15,29 @@ from bounded_kv_speech.tokens import END, FIRST_CODE, SPEECH, TEXT, VOICE
 from bounded_kv_speech.turns import given
 
 LATE, LIVELY = 400, 5
-MOST_AT_ONCE = 8
+MOST_AT_ONCE = 16
 UTTERANCE = [TEXT, *[9] * 20, SPEECH]
 
 
 class Engine:
-    """Gives all of a stream's tokens as one piece, or one by one."""
+    """A token of each stream in a step, or all of the late one's; what nobody takes gathers."""
+
+    def __init__(self, lively: int, step_s: float) -> None:
+        self.lively, self.step_s = lively, step_s
 
     async def generate(
         self, pieces: AsyncIterable[Any], params: Any, name: str
     ) -> AsyncGenerator[SimpleNamespace]:
-        count = LATE if name == "late" else LIVELY
         async for _ in pieces:
-            tokens = [*range(FIRST_CODE, FIRST_CODE + count), END]
-            size = len(tokens) if name == "late" else 1
-            for at in range(0, len(tokens), size):
-                part = SimpleNamespace(token_ids=tokens[at : at + size], finish_reason=None)
+            count = LATE if name == "late" else self.lively
+            left = [*range(FIRST_CODE, FIRST_CODE + count), END]
+            start = asyncio.get_running_loop().time()
+            while left:
+                await asyncio.sleep(self.step_s)
+                made = (asyncio.get_running_loop().time() - start) / self.step_s
+                size = len(left) if name == "late" else max(1, round(made) + len(left) - count - 1)
+                part = SimpleNamespace(token_ids=left[:size], finish_reason=None)
+                left = left[size:]
                 yield SimpleNamespace(outputs=[part])
 
 
@@ -67,15 +74,34 @@ def test_nobody_waits_for_what_another_has_not_taken() -> None:
         return np.concatenate([each.samples for each in said]), [t for e in said for t in e.tokens]
 
     async def run() -> list[tuple[Floats, list[int]]]:
-        async with Speaker(Engine(), decoder) as speaker:  # type: ignore[arg-type]
+        async with Speaker(Engine(LIVELY, 0.001), decoder) as speaker:  # type: ignore[arg-type]
             return await asyncio.gather(say(speaker, "late"), say(speaker, "lively"))
 
     (sound, tokens), (other, _) = asyncio.run(run())
     assert max(max(step.values()) for step in decoder.steps) <= MOST_AT_ONCE
-    assert [step["late"] for step in decoder.steps if "late" in step][:3] == [2, 4, 4]
     assert tokens == [*range(FIRST_CODE, FIRST_CODE + LATE), END]
     assert np.array_equal(sound[::CODE_SAMPLES], tokens[:-1])
     assert len(other) == LIVELY * CODE_SAMPLES
-    last = max(i for i, step in enumerate(decoder.steps) if "lively" in step)
-    assert last <= LIVELY + 2, "it has waited for the other"
+    between = [i for i, step in enumerate(decoder.steps) if "lively" in step and i]
+    assert between[0] < LATE / MOST_AT_ONCE / 2, "it has waited for the other"
     assert decoder.num_open == 0
+
+
+def test_streams_are_decoded_together() -> None:
+    """Each has its first code at once; then, what all have by then is one step."""
+    decoder, count = Decoder(), 40
+    decoder.max_streams = 3
+    names = ["a", "b", "c"]
+
+    async def say(speaker: Speaker, name: str) -> int:
+        return sum(
+            [len(each.samples) async for each in speaker.speak(name, [VOICE], given([UTTERANCE]))]
+        )
+
+    async def run() -> list[int]:
+        async with Speaker(Engine(count, 0.01), decoder) as speaker:  # type: ignore[arg-type]
+            return await asyncio.gather(*(say(speaker, name) for name in names))
+
+    assert asyncio.run(run()) == [count * CODE_SAMPLES] * 3
+    assert sum(len(step) for step in decoder.steps) > 1.5 * len(decoder.steps), "one by one"
+    assert len(decoder.steps) < count / 2, "code by code"
