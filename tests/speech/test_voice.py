@@ -25,8 +25,10 @@ from support.async_engine import running_llm, running_loop
 SENTENCES, STREAMS = 10, 4
 IN_A_ROW = 8
 MAX_BYTES = 20_000_000
-WER = 0.6
+WER = 0.5
 """Far above what 100 sentences show, far below what babble would."""
+LIKE = 0.7
+"""Share of the sentences nearest to their own voice; by chance it is a fifth."""
 STEP_16_BITS = 1 / 32768
 
 
@@ -86,6 +88,15 @@ def test_it_is_understood(spoken: list[Spoken]) -> None:
         for text, each in zip(sentences()[:SENTENCES], spoken, strict=True)
     ]
     assert word_error_rate(pairs) < WER, pairs
+
+
+def test_it_sounds_like_the_voice_that_was_asked_for(
+    package: Package, spoken: list[Spoken]
+) -> None:
+    texts = sentences()[:SENTENCES]
+    heard = [words.Heard(text, each, {}, 0) for text, each in zip(texts, spoken, strict=True)]
+    found = words.likeness(package, heard)
+    assert min(found.values()) >= LIKE, found
 
 
 def test_alone_it_is_the_same(
