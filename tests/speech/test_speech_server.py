@@ -120,7 +120,7 @@ def test_together_as_alone(server: VllmServer) -> None:
 
 
 def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
-    say(server, TEXTS[0])
+    first = say(server, TEXTS[0])
     wait_until_silent(server)
     assert server.process is not None
     front_end = psutil.Process(server.process.pid)
@@ -159,7 +159,7 @@ def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
     half()
     # An encoder's threads end a little after it.
     wait_until(held, lambda now: now[0] <= threads + IDLE_THREADS and now[1] <= files + 4)
-    assert say(server, TEXTS[0]) == say(server, TEXTS[0])
+    assert say(server, TEXTS[0]) == first
 
 
 def metrics_of(server: VllmServer) -> Any:

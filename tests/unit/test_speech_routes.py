@@ -188,6 +188,13 @@ def test_who_leaves_frees_everything(server: tuple[str, Any], url: str, model: T
     wait_until(lambda: (gate.num_active, gate.num_waiting) == (0, 0))
 
 
+def test_a_word_has_been_said_before_anybody_asks(tmp_path: Path) -> None:
+    model = Tones()
+    with serving(model, tmp_path):
+        assert model.is_started
+        assert (model.num_opened, model.num_open) == (1, 0)
+
+
 def test_there_is_a_queue_and_an_end_to_it(tmp_path: Path) -> None:
     model = Tones(pause_s=0.6)
     with serving(model, tmp_path) as (url, found), contextlib.ExitStack() as stack:
