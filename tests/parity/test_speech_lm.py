@@ -45,7 +45,8 @@ def utterance() -> Utterance:
     rng = np.random.default_rng(0)
     lengths = [0.35, *(0.027 * rng.integers(1, 5, size=len(PHONEMES))), 0.5]
     samples = rng.normal(0, 0.05, int(sum(lengths) * SAMPLE_RATE)).astype(np.float32)
-    return Utterance(samples, samples, samples, PHONEMES, np.cumsum(lengths))
+    silence = np.zeros_like(samples)
+    return Utterance(samples, silence, samples, samples, PHONEMES, np.cumsum(lengths))
 
 
 def sittings() -> Sittings:
