@@ -20,13 +20,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
 import numpy as np
 from openai import OpenAI
 from tqdm import tqdm
 from websockets.sync.client import ClientConnection, connect
 
 from benchmarks.server_processes import usage
+from benchmarks.soak_run import figures
 from bounded_kv_server.cli import embedded_flags
 from bounded_kv_speech.frames import SAMPLE_RATE
 from bounded_kv_speech.package import BUILT_IN, model_of
@@ -163,8 +163,7 @@ def _watch(speaker: VllmServer, told: Told) -> None:
     while not told.is_over.wait(READ_EVERY_S):
         used = usage(speaker.process.pid).values()
         told.rss_mb.append(sum(each.rss for each in used) / 1e6)
-        shown = httpx.get(f"{speaker.url}/v1/bounded_kv", timeout=60).json()
-        told.blocks |= {stream["blocks"] for stream in shown["streams"]}
+        told.blocks |= {stream["blocks"] for stream in figures(speaker.url)["streams"]}
 
 
 def _report(told: Told) -> dict[str, Any]:
