@@ -53,9 +53,9 @@ class Package:
         }
         return cls(folder, codec, voices)
 
-    def engine_args(self, max_streams: int) -> AsyncEngineArgs:
+    def engine_args(self, max_streams: int, compiled: bool = False) -> AsyncEngineArgs:
         """See the function."""
-        return engine_args(self.folder, max_streams)
+        return engine_args(self.folder, max_streams, compiled)
 
 
 def check(folder: Path) -> None:
@@ -74,8 +74,10 @@ def model_of(folder: Path) -> Path:
     return folder / "lm"
 
 
-def engine_args(folder: Path, max_streams: int) -> AsyncEngineArgs:
+def engine_args(folder: Path, max_streams: int, compiled: bool = False) -> AsyncEngineArgs:
     """An engine of vLLM's for up to `max_streams` streams of a package at a time.
+
+    `compiled`: by vLLM, which takes a minute at the first start, and half of one at others.
 
     Raises:
         FileNotFoundError: when the folder is no package.
@@ -86,7 +88,7 @@ def engine_args(folder: Path, max_streams: int) -> AsyncEngineArgs:
     return AsyncEngineArgs(
         model=str(model_of(folder)),
         dtype="float32",
-        enforce_eager=True,  # compiling takes a minute at each start
+        enforce_eager=not compiled,
         max_model_len=_STREAM_TOKENS,
         max_num_seqs=max_streams,
         kv_cache_memory_bytes=room * entry,

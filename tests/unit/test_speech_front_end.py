@@ -44,3 +44,11 @@ def test_without_a_place_to_cut_it_is_cut_anyway() -> None:
     phones = to_phones(PHONES[-1]) * (2 * LONGEST + 5)
     assert [len(part) for part in cut(phones)] == [LONGEST, LONGEST, 5]
     assert cut([]) == []
+
+
+def test_parts_are_about_as_long_as_each_other() -> None:
+    word, space, comma = (to_phones(letter)[0] for letter in "t ,")
+    words = [word, word, word, space] * (LONGEST // 4 + 1)
+    assert abs(len(cut(words)[0]) - len(words) / 2) <= 2
+    with_comma = [*words[:24], comma, *words[24:]]
+    assert len(cut(with_comma)[0]) == 25  # a clause ends well before the middle
