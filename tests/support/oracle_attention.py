@@ -53,23 +53,19 @@ class OracleStream:
 
         `q` is `[rows, H, T, D]`, `kv` `[rows, H_kv, T, 2D]`, `rel_bias` `[rows, H, T, >= m+2T-1]`.
         """
-        rows, num_heads, num_tokens, head_dim = q.shape
-        stream = [entry.double() for entry in self.entries]
-        own = [entry.double() for entry in kv.unbind(dim=2)]
-        everything = torch.stack(stream + own, dim=2)
+        num_heads, num_tokens, head_dim = q.shape[1:]
+        everything = torch.cat([*(entry[:, :, None] for entry in self.entries), kv], dim=2)
+        by_head = everything.double().repeat_interleave(num_heads // everything.shape[1], dim=1)
+        keys, values = by_head.chunk(2, dim=-1)
         mask, distance = self._mask_and_distance(span, num_tokens)
-        out = torch.empty(rows, num_tokens, num_heads, head_dim, dtype=torch.float64)
-        group = num_heads // everything.shape[1]
-        for row in range(rows):
-            for head in range(num_heads):
-                keys, values = everything[row, head // group].chunk(2, dim=-1)
-                logits = torch.einsum("td,nd->tn", q[row, head].double(), keys)
-                if rel_bias is not None:
-                    logits += self._bias(rel_bias[row, head].double(), mask, distance)
-                logits[~mask] = -math.inf
-                weights = torch.softmax(logits * head_dim**-0.5, dim=1)
-                out[row, :, head] = weights @ values
-        return out
+        logits = q.double() @ keys.mT
+        if rel_bias is not None:
+            query, key = mask.nonzero(as_tuple=True)
+            told = rel_bias[:, :, query, distance[query, key] + num_tokens - 1]
+            logits[:, :, query, key] += told.double()
+        logits[:, :, ~mask] = -math.inf
+        weights = torch.softmax(logits * head_dim**-0.5, dim=-1)
+        return (weights @ values).transpose(1, 2)
 
     def join(self, kv: Tensor, span: int) -> None:
         """Append a step's first `span` tokens, last-first when reversed."""
@@ -85,16 +81,6 @@ class OracleStream:
         if self.query_window is not None:
             mask &= (distance >= 0) & (distance <= self.query_window)
         return mask, distance
-
-    @staticmethod
-    def _bias(table: Tensor, mask: Tensor, distance: Tensor) -> Tensor:
-        """Bias of one head, `[T, n + T]`, zero where the mask hides."""
-        num_tokens = table.shape[0]
-        bias = torch.zeros(distance.shape, dtype=torch.float64)
-        for query in range(num_tokens):
-            for key in mask[query].nonzero().flatten().tolist():
-                bias[query, key] = table[query, int(distance[query, key]) + num_tokens - 1]
-        return bias
 
 
 def expected_slot(
