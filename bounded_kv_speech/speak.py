@@ -110,10 +110,12 @@ class Speaker:
         voice: Sequence[int],
         utterances: AsyncIterable[Sequence[int]],
         sampling: Sampling | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Said]:
         """The sound of `utterances`, in order, as it is made; each may come while others sound.
 
-        `name` tells the stream from others that are open; `voice` is its source, `VOICE` first.
+        `name` tells the stream from others that are open; `voice` is its source, `VOICE` first,
+        and shared with streams of the same `cache_salt` alone.
 
         Raises:
             ValueError: a stream of this name is open.
@@ -126,7 +128,7 @@ class Speaker:
             first = _params(chosen, len(voice), ())
             before = [SPEECH]  # what a prompt ends in; those of later utterances follow an END
             async with (
-                aclosing(tokens_of(self._llm, name, first, turns)) as pieces,
+                aclosing(tokens_of(self._llm, name, first, turns, cache_salt)) as pieces,
                 aclosing(in_steps(pieces)) as steps,
             ):
                 async for tokens, can_wait in steps:

@@ -27,23 +27,32 @@ class TooManyStreams(RuntimeError):
 
 
 async def tokens_of(
-    engine: Any, name: str, first: SamplingParams, turns: AsyncIterable[Turn]
+    engine: Any,
+    name: str,
+    first: SamplingParams,
+    turns: AsyncIterable[Turn],
+    cache_salt: str | None = None,
 ) -> AsyncGenerator[list[int]]:
     """The tokens of a stream, as they are made, each turn's to its end.
 
     Args:
         first: what vLLM checks before there is a turn.
+        cache_salt: of the tenant: vLLM shares no block between salts.
 
     Raises:
         StreamFull: a turn has been cut off.
     """
-    async with aclosing(pieces_of(engine, name, first, turns)) as parts:
+    async with aclosing(pieces_of(engine, name, first, turns, cache_salt)) as parts:
         async for pieces in parts:
             yield [token for tokens, _ in pieces for token in tokens]
 
 
 async def pieces_of(
-    engine: Any, name: str, first: SamplingParams, turns: AsyncIterable[Turn]
+    engine: Any,
+    name: str,
+    first: SamplingParams,
+    turns: AsyncIterable[Turn],
+    cache_salt: str | None = None,
 ) -> AsyncGenerator[list[Piece]]:
     """As `tokens_of`, split where turns end: with a token that stops one, or as long as it may be.
 
@@ -56,6 +65,8 @@ async def pieces_of(
         async for tokens, params in turns:
             open_turns.append(params)
             prompt = TokensPrompt(prompt_token_ids=list(tokens))
+            if cache_salt is not None:
+                prompt["cache_salt"] = cache_salt
             yield StreamingInput(prompt, params)  # type: ignore[arg-type]  # vLLM takes both kinds
 
     count = 0

@@ -175,7 +175,8 @@ class CodecModel:
                 yield [*voice, *utterance], self._params(chosen, len(voice), len(utterance))
 
         first = self._params(chosen, len(voice), 0)
-        async with aclosing(pieces_of(self._engine, name, first, turns())) as parts:
+        found = pieces_of(self._engine, name, first, turns(), chosen.cache_salt)
+        async with aclosing(found) as parts:
             async for pieces in parts:
                 samples = await loop.run_in_executor(self._decoding, speech.add, pieces)
                 num_ended = sum(is_end for _, is_end in pieces)

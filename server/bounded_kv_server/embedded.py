@@ -67,7 +67,8 @@ class Embedded:
         default = Sampling()
         temperature = default.temperature if chosen.temperature is None else chosen.temperature
         sampling = Sampling(temperature, default.top_k, chosen.seed)
-        async with aclosing(self._speaker.speak(name, voice, utterances, sampling)) as stream:
+        stream = self._speaker.speak(name, voice, utterances, sampling, chosen.cache_salt)
+        async with aclosing(stream):
             async for said in stream:
                 yield Chunk(said.samples, len(said.tokens), said.tokens.count(END))
 

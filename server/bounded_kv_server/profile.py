@@ -23,10 +23,12 @@ GROUP = "bounded_kv_server.profiles"
 
 @dataclass(frozen=True)
 class Chosen:
-    """How tokens are chosen; `None`: as the profile has it by default."""
+    """How tokens are chosen (`None`: as the profile has it by default), and for whom."""
 
     temperature: float | None = None
     seed: int | None = None
+    cache_salt: str | None = None
+    """Of the tenant: the stream shares nothing with those of another, its voice neither."""
 
 
 @dataclass(frozen=True)

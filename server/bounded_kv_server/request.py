@@ -38,6 +38,10 @@ Voice = Annotated[
 ]
 
 
+Salt = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")]
+"""As vLLM takes them in its own requests."""
+
+
 class Options(BaseModel):
     """How something is said, whatever it is."""
 
@@ -48,6 +52,8 @@ class Options(BaseModel):
     """Without one: the model's first."""
     seed: int | None = Field(None, ge=0, lt=2**63, strict=True)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    cache_salt: Salt | None = None
+    """Of a tenant, as in vLLM's requests: no block of the cache is shared with another's."""
 
 
 class SpeechRequest(Options):

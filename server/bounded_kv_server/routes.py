@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
 from bounded_kv_server import errors
 from bounded_kv_server.conversation import converse
+from bounded_kv_server.counted import CountedRoute
 from bounded_kv_server.encoding import content_type
 from bounded_kv_server.errors import SpeechError, as_status
 from bounded_kv_server.messages import describe
@@ -37,9 +38,11 @@ def attach(app: FastAPI) -> None:
     tags: Any = ["audio"]
     app.add_exception_handler(SpeechError, errors.answer)
     sound: Any = {200: {"content": {"audio/*": {}, "text/event-stream": {}}}}
-    app.add_api_route(
+    counted = APIRouter(route_class=CountedRoute)
+    counted.add_api_route(
         SPEECH, _speech, methods=["POST"], tags=tags, response_model=None, responses=sound
     )
+    app.include_router(counted)
     app.add_api_route(VOICES, _list, methods=["GET"], tags=tags, response_model=None)
     app.add_api_route(
         VOICES,
@@ -110,7 +113,7 @@ async def checked(server: SpeechServer, body: SpeechRequest) -> Ask:
     return Ask(
         utterances,
         server.voices.tokens(body.voice),
-        Chosen(body.temperature, body.seed),
+        Chosen(body.temperature, body.seed, body.cache_salt),
         body.response_format,
         body.speed,
         body.max_duration_s,

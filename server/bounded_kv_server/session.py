@@ -43,7 +43,8 @@ class Session:
         """Until the client closes, or nothing is said for too long."""
         config = self._config
         assert self._server.voices is not None
-        self._voice = await self._server.voices.source(config.voice)
+        self._voice = self._server.voices.tokens(config.voice)
+        await self._server.voices.pin(self._voice, config.cache_salt)
         encoder = Encoder(config.response_format, self._model.rate, config.speed)
         async with Encoded(self._server.threads, encoder) as encoding:
             await self._outbox.tell(
@@ -58,7 +59,8 @@ class Session:
     async def _one_stream(self, encoding: Encoded) -> bool:
         """Speak until the stream ends (False) or is cleared (True)."""
         backlog = Backlog()
-        chosen = Chosen(self._config.temperature, self._config.seed)
+        config = self._config
+        chosen = Chosen(config.temperature, config.seed, config.cache_salt)
         name = f"speech-{uuid.uuid4()}"
         sound = Apart(self._model.speak(name, self._voice, backlog.utterances(), chosen))
         speaking = asyncio.create_task(self._speak(sound, backlog, encoding))

@@ -56,7 +56,7 @@ async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerato
     limit = _limit(server, ask)
     encoder = Encoder(ask.format, model.rate, ask.speed)
     async with Encoded(server.threads, encoder) as encoding, server.gate.place():
-        await server.voices.pin(ask.voice)
+        await server.voices.pin(ask.voice, ask.chosen.cache_salt)
         stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, given(ask.utterances), ask.chosen)
         async with aclosing(stream):
             made = ended = 0

@@ -58,7 +58,7 @@ class Voices:
     async def start(self) -> None:
         """Pin what comes with the model, as far as the quota goes."""
         for name in self._model.voices:
-            await self.source(name)
+            await self.pin(self.tokens(name))
 
     def count(self) -> int:
         """Of all voices."""
@@ -81,15 +81,13 @@ class Voices:
             return list(self._model.voices[name])
         return self._model.source_of(self._find(name).codes)
 
-    async def pin(self, tokens: list[int]) -> None:
-        """Pin a source that is about to be used, if the quota lets it."""
-        await self._pins.use(tokens)
+    async def pin(self, tokens: list[int], cache_salt: str | None = None) -> None:
+        """Pin a source that is about to be used, if the quota lets it.
 
-    async def source(self, name: str | None) -> list[int]:
-        """Tokens of a voice's source, which is pinned now. Raises as `tokens` does."""
-        tokens = self.tokens(name)
-        await self.pin(tokens)
-        return tokens
+        What is pinned is everybody's: a tenant with a salt computes its own.
+        """
+        if cache_salt is None:
+            await self._pins.use(tokens)
 
     async def add(self, name: str, data: bytes, consent: str) -> Listed:
         """A voice from a sample in some audio format; one of that name is replaced.

@@ -126,12 +126,14 @@ class Engine:
 
     def __init__(self, answers: list[list[int]], most: int | None = 3) -> None:
         self.answers, self.most, self.asked = answers, most, []
+        self.salts: list[str | None] = []
         self.max_len = 10**9
 
     async def generate(self, pieces: Any, params: Any, name: str) -> AsyncGenerator[Any]:
         answers, late = iter(self.answers), []
         async for piece in pieces:
             self.asked.append((piece.prompt["prompt_token_ids"], piece.sampling_params))
+            self.salts.append(piece.prompt.get("cache_salt"))
             answer = [*next(answers), CODES.end][: piece.sampling_params.max_tokens]
             answer = answer[: self.max_len]
             reason = "stop" if answer[-1] == CODES.end else "length"
@@ -198,7 +200,8 @@ def test_it_speaks(codec: SnacCodec, frames: np.ndarray) -> None:
     assert utterances[1] == [*map(ord, " Bye!"), *END_OF_PROMPT]
     assert len(utterances) == 2
 
-    chunks = said(model, utterances, Chosen(0.4, seed=5))
+    chunks = said(model, utterances, Chosen(0.4, seed=5, cache_salt="tenant"))
+    assert engine.salts == ["tenant", "tenant"]
     samples = np.concatenate([chunk.samples for chunk in chunks])
     wanted = np.concatenate([codec.decode(frames[:12], 0, 5), codec.decode(frames[12:], 0, 5)])
     assert sum(chunk.num_ended for chunk in chunks) == 2

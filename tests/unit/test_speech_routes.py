@@ -19,6 +19,7 @@ from openai import APIStatusError, OpenAI
 
 from bounded_kv_server import upload as uploads
 from bounded_kv_server import voices as server_voices
+from bounded_kv_server.metrics import metrics
 from bounded_kv_speech.wav import to_pcm
 from support.sounds import samples_of
 from support.speech_server import MOST, QUEUE, serving, wait_until
@@ -135,6 +136,9 @@ BAD = [
     ({"input": "a", "temperature": 3}, 400, "temperature"),
     ({"input": "a", "max_duration_s": 0}, 400, "max_duration_s"),
     ({"input": "a", "speaker": "low"}, 400, "speaker"),
+    ({"input": "a", "cache_salt": ""}, 400, "cache_salt"),
+    ({"input": "a", "cache_salt": "a/b"}, 400, "cache_salt"),
+    ({"input": "a", "cache_salt": "a" * 129}, 400, "cache_salt"),
     ({"input": "silent"}, 500, "said"),
     ({"input": "fail"}, 500, "failed"),
     ({"input": "a b c", "max_duration_s": 0.02}, 400, "max_duration_s"),
@@ -153,6 +157,27 @@ def test_what_fails_before_any_sound_has_a_status(
     assert (answer.status_code, error["code"]) == (status, status)
     assert named in json.dumps(error)
     wait_until(lambda: model.num_open == 0)
+
+
+@pytest.mark.parametrize(
+    "body", [b"{", b"[]", b'{"input": 5}', b'{"voice": "low"}', b"\xff", b'{"input": "?!"}']
+)
+def test_what_is_refused_is_counted(url: str, body: bytes) -> None:
+    refused = metrics().requests.labels("refused")._value
+    before = refused.get()
+    answer = httpx.post(url, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    assert refused.get() == before + 1
+
+
+def test_a_tenants_voice_is_not_pinned_for_all(server: tuple[str, Any], url: str) -> None:
+    pinned = server[1].pins.pinned
+    before = len(pinned)
+    body = {"input": "a", "response_format": "pcm"}
+    salted = httpx.post(url, json={**body, "cache_salt": "tenant"})
+    assert (salted.status_code, len(pinned)) == (200, before)
+    assert httpx.post(url, json=body).content == salted.content
+    assert len(pinned) == before + 1
 
 
 def test_openais_client_raises_what_it_should(client: OpenAI) -> None:
