@@ -1,4 +1,4 @@
-"""`/v1/audio/speech` and `/v1/audio/voices`."""
+"""`/v1/audio/speech` and `/v1/audio/voices`, and the page that uses them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 
-from bounded_kv_server import errors
+from bounded_kv_server import errors, page
 from bounded_kv_server.conversation import converse
 from bounded_kv_server.counted import CountedRoute
 from bounded_kv_server.encoding import content_type
@@ -31,6 +31,8 @@ SPEECH, VOICES, SOCKET = "/v1/audio/speech", "/v1/audio/voices", "/v1/audio/spee
 KEEP_ALIVE_S = 10.0
 IGNORED = "X-Ignored-Fields"
 """Names fields that were given, and that the model has no use for."""
+STREAM = "X-Stream-Id"
+"""What the ids of a response's stream in `/v1/bounded_kv` begin with."""
 
 
 def attach(app: FastAPI) -> None:
@@ -58,6 +60,7 @@ def attach(app: FastAPI) -> None:
     )
     app.add_api_websocket_route(SOCKET, converse)
     describe(app, SOCKET)
+    page.attach(app)
 
 
 @with_cancellation  # type: ignore[untyped-decorator]
@@ -67,7 +70,7 @@ async def _speech(body: SpeechRequest, raw_request: Request) -> Response:
     begun = False
     try:
         ask = await checked(server, body)
-        headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-store"}
+        headers = {"X-Accel-Buffering": "no", "Cache-Control": "no-store", STREAM: ask.name}
         if body.instructions and not server.speaking().takes_instructions:
             headers[IGNORED] = "instructions"
         sound = encoded(server, ask, clock)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bounded_kv_server.encoded import Encoded
 from bounded_kv_server.encoding import Encoder
@@ -30,6 +30,8 @@ class Ask:
     format: str
     speed: float
     max_duration_s: float | None
+    name: str = field(default_factory=lambda: f"speech-{uuid.uuid4()}")
+    """Of its stream: in the engine, vLLM adds an end of its own."""
 
     @property
     def longest(self) -> int:
@@ -57,7 +59,7 @@ async def encoded(server: SpeechServer, ask: Ask, clock: Clock) -> AsyncGenerato
     encoder = Encoder(ask.format, model.rate, ask.speed)
     async with Encoded(server.threads, encoder) as encoding, server.gate.place():
         await server.voices.pin(ask.voice, ask.chosen.cache_salt)
-        stream = model.speak(f"speech-{uuid.uuid4()}", ask.voice, given(ask.utterances), ask.chosen)
+        stream = model.speak(ask.name, ask.voice, given(ask.utterances), ask.chosen)
         async with aclosing(stream):
             made = ended = 0
             async for chunk in stream:
