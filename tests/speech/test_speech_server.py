@@ -6,7 +6,6 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,16 +15,20 @@ import psutil
 import pytest
 from openai import OpenAI
 
-from bounded_kv_server.cli import NAME, embedded_flags
+from bounded_kv_server.cli import NAME
 from bounded_kv_speech.frames import SAMPLE_RATE
-from bounded_kv_speech.package import BUILT_IN, model_of
-from support.server import parse_metrics, serving, wait_until
+from support.server import wait_until
 from support.sounds import samples_of
+from support.voice_server import (
+    CLIENTS,
+    HEADERS,
+    KEY,
+    metrics_of,
+    shown,
+    wait_until_silent,
+)
 from vllm_bounded_kv.launch import VllmServer
 
-CLIENTS = 16
-KEY = "a-key"
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 VOICES = ("heart", "robin", "sage", "reed", "otto")
 LEAVERS, LEAVERS_AT_ONCE = 200, 16
@@ -37,37 +40,11 @@ NEAR_STEP = 1
 """Of 16 bits."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    flags = [
-        *embedded_flags(BUILT_IN, CLIENTS),
-        *("--api-key", KEY, "--voices-dir", str(tmp_path_factory.mktemp("voices"))),
-    ]
-    with serving(model_of(BUILT_IN), flags) as server:
-        yield server
-
-
 def say(server: VllmServer, text: str, **options: Any) -> bytes:
     body = {"model": NAME, "input": text, "response_format": "pcm", "seed": 1, **options}
     answer = httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120)
     assert answer.status_code == 200, answer.text
     return answer.content
-
-
-def shown(server: VllmServer) -> dict[str, Any]:
-    answer = httpx.get(f"{server.url}/v1/bounded_kv", headers=HEADERS, timeout=60)
-    values: dict[str, Any] = answer.raise_for_status().json()
-    return values
-
-
-def wait_until_silent(server: VllmServer) -> None:
-    wait_until(
-        lambda: shown(server),
-        lambda now: (
-            now["slots_used"] == 0
-            and now["pool_blocks_free"] == now["pool_blocks"] - now["pinned_blocks"]
-        ),
-    )
 
 
 def test_six_formats_are_the_same_sound(server: VllmServer) -> None:
@@ -160,10 +137,6 @@ def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
     # An encoder's threads end a little after it.
     wait_until(held, lambda now: now[0] <= threads + IDLE_THREADS and now[1] <= files + 4)
     assert say(server, TEXTS[0]) == first
-
-
-def metrics_of(server: VllmServer) -> Any:
-    return parse_metrics(httpx.get(f"{server.url}/metrics", timeout=60).raise_for_status().text)
 
 
 def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:
