@@ -11,6 +11,8 @@ const at = (id) => document.getElementById(id);
 const cards = new Set();
 const voices = new Voices(at("voice"), at("forget"));
 const figures = new Figures(() => open().length > 0, takeFigures);
+// A browser has six connections to a server that speaks HTTP/1.1: one is for figures.
+const MOST_COMING = 5;
 let number = 0;
 
 const open = () => [...cards].filter((card) => card.stream.isOpen);
@@ -20,6 +22,9 @@ function speak() {
   wake();
   const text = at("text").value.trim();
   if (!text) return tell("There is nothing to say: type a text first.");
+  if (open().filter((card) => card.stream.isComing).length >= MOST_COMING) {
+    return tell(`${MOST_COMING} streams are as many as a browser can take in beside each other: stop one first.`);
+  }
   number += 1;
   const card = new Card(number, text, voices.chosen, { onState, onRemove });
   cards.add(card);

@@ -4,7 +4,8 @@ import { call, Failure } from "./api.js";
 import { Player } from "./player.js";
 
 // waiting: nothing has come; speaking: sound comes; sounding: all has come, and is not yet heard.
-export const OPEN = ["waiting", "speaking", "sounding"];
+const COMING = ["waiting", "speaking"];
+const OPEN = [...COMING, "sounding"];
 const TICK_MS = 100;
 
 export class Stream {
@@ -29,6 +30,10 @@ export class Stream {
 
   get isOpen() {
     return OPEN.includes(this.state);
+  }
+
+  get isComing() {
+    return COMING.includes(this.state);
   }
 
   get ageS() {
