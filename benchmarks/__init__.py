@@ -1,1 +1,1 @@
-"""Benchmarks of serving with a bounded cache against stock vLLM: `python -m benchmarks`."""
+"""Benchmarks of serving with a bounded cache: `python -m benchmarks --help`."""

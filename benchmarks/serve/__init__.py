@@ -1,0 +1,1 @@
+"""Servers side by side on the same work: `python -m benchmarks serve`."""

@@ -1,0 +1,69 @@
+"""What every peer is given: one model, one policy, one pool, one set of lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK = 128
+"""vLLM's largest default block on a CPU, of which one is its null block."""
+SPARE = 64
+"""Tokens beyond the last position."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Lengths are in tokens."""
+
+    model: str
+    bytes_per_token: int
+    """Of keys and values, float32."""
+    trained: int
+    """Positions that the model was trained on."""
+    sink: int
+    window: int
+    positions: tuple[int, ...]
+    """Where latency is measured, in one stream alone."""
+    measured: int
+    """Tokens of which latency is the median, up to a position."""
+    clients: int
+    """Streams at once under load."""
+    prompt: int
+    length: int
+    """Of a stream in the closed loop, its prompt included."""
+    answer: int
+    """Tokens of an answer in the open loop."""
+    rates: tuple[float, ...]
+    """Requests a second in the open loop."""
+    seconds: float
+    """Of each loop."""
+    ttft_s: float
+    tpot_s: float
+    """What an answer may take to be good."""
+    threads: int
+    block_size: int | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Entries of a bounded stream."""
+        return self.sink + self.window
+
+    @property
+    def longest(self) -> int:
+        """Any stream's length, and a little."""
+        return max(*self.positions, self.length, self.prompt + self.answer) + SPARE
+
+    @property
+    def longest_trained(self) -> int:
+        """As long as a server may let streams become that keeps the model's positions."""
+        return min(self.longest, self.trained)
+
+    @property
+    def pool_tokens(self) -> int:
+        """The longest stream, or all clients' bounded ones: what every vLLM's pool holds."""
+        most = max(self.longest_trained, self.clients * self.capacity)
+        return -(-most // BLOCK) * BLOCK
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pool, with its null block."""
+        return (self.pool_tokens + BLOCK) * self.bytes_per_token
