@@ -11,7 +11,6 @@ from benchmarks.serve.measure import Measurement
 from benchmarks.serve.peers import PEERS
 from benchmarks.serve.prompts import Prompts
 from benchmarks.serve.work import Work
-from benchmarks.server_processes import let_front_end_go_first
 from vllm_bounded_kv.launch import ServerError, VllmServer
 
 
@@ -68,8 +67,6 @@ class House:
         except (ServerError, ValueError) as error:
             self._failed[name] = reason(str(error))
             raise AskError(self._failed[name]) from error
-        assert server.process is not None
-        let_front_end_go_first(server.process.pid)
 
 
 def reason(text: str) -> str:

@@ -84,12 +84,13 @@ class Measurement:
 
         async with session() as http:
             before = await metrics(http, self.url)
-            start = time.perf_counter()
             tasks = [asyncio.create_task(client()) for _ in range(int(clients))]
             tasks.append(asyncio.create_task(look()))
+            await asyncio.sleep(work.ramp)
+            start, already = time.perf_counter(), _num_tokens(begun)
             await asyncio.sleep(work.seconds)
             took = time.perf_counter() - start
-            num_tokens = sum(len(answer.times) for answer in begun.values())
+            num_tokens = _num_tokens(begun) - already
             await _cancel(tasks)
             after = await metrics(http, self.url)
         if failures and not num_tokens:
@@ -156,6 +157,10 @@ ROWS: dict[str, Row] = {
     "open": Measurement.open,
     "memory": Measurement.memory,
 }
+
+
+def _num_tokens(answers: dict[int, Answer]) -> int:
+    return sum(len(answer.times) for answer in answers.values())
 
 
 async def _cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -22,7 +22,7 @@ PANELS = (
         "latency",
         "prefill_s",
         1,
-        "tokens of the stream, nearly all of them prompt",
+        "tokens of the prompt, about",
         "seconds to the first token",
     ),
     ("latency", "cache_bytes", 1e-6, "position in the stream", "MB that one stream's cache holds"),

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -42,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
         records = _records(args, peers, work)
     except ValueError as error:
         parser.error(str(error))
+    # Servers have sessions of their own: ended from outside, we still end them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cells = [cell for cell in _plan(args, peers, work) if not records.has(cell)]
     with House(work, args.one_at_a_time) as house:
         for cell in tqdm(cells, desc="serve", file=sys.stderr):
@@ -70,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=1024, help="of a stream, closed loop (%(default)s)")
     add("--answer", type=int, default=64, help="tokens, open loop (%(default)s)")
     add("--rates", type=float, nargs="+", default=[0.25, 0.5], help="requests/s, open loop")
+    add("--ramp", type=float, default=20.0, help="seconds before the closed loop (%(default)s)")
     add("--seconds", type=float, default=20.0, help="of each loop (%(default)s)")
     add("--ttft-s", type=float, default=2.0, help="a good answer's first token (%(default)s)")
     add("--tpot-s", type=float, default=0.2, help="a good answer's mean token (%(default)s)")
@@ -118,6 +122,7 @@ def _work(args: argparse.Namespace) -> Work:
         ("length", args.length, args.prompt + 1),
         ("answer", args.answer, 2),
         ("rates", min(args.rates), 1e-3),
+        ("ramp", args.ramp, 0),
         ("seconds", args.seconds, 1),
     ):
         if value < least:
@@ -145,6 +150,7 @@ def _work(args: argparse.Namespace) -> Work:
         length=args.length,
         answer=args.answer,
         rates=tuple(args.rates),
+        ramp=args.ramp,
         seconds=args.seconds,
         ttft_s=args.ttft_s,
         tpot_s=args.tpot_s,

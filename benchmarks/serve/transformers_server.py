@@ -1,4 +1,4 @@
-"""Hugging Face transformers over a cropped cache, behind as much of `/v1/completions` as is measured.
+"""Hugging Face transformers over a cropped cache, behind what is measured of `/v1/completions`.
 
 Batch one: requests wait for each other. The cache is a `DynamicCache` of which, after every chunk
 of the prompt and every token, the first `sink` entries and the last `window` stay; a query sees the

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def windowed_copy(model: str, window: int, folder: Path) -> Path:
-    """A folder of links to the model's files whose `config.json` has a sliding window in all layers.
+    """A folder of links to the model's files whose `config.json` has a sliding window.
 
     vLLM 0.32 takes `sliding_window` for every layer of a Llama that names no `layer_types`.
 

@@ -34,8 +34,10 @@ class Work:
     """Tokens of an answer in the open loop."""
     rates: tuple[float, ...]
     """Requests a second in the open loop."""
+    ramp: float
+    """Seconds before the closed loop is measured: all clients read their first prompts."""
     seconds: float
-    """Of each loop."""
+    """Of each loop, as measured."""
     ttft_s: float
     tpot_s: float
     """What an answer may take to be good."""
