@@ -4,7 +4,7 @@ export DEVICE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-text serve test test-unit test-parity test-speech test-engine test-http \
-	check bench bench-kernels bench-speech eval eval-voice soak voice clean
+	check bench bench-serve bench-kernels bench-speech eval eval-voice soak voice clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -43,25 +43,28 @@ check: setup  ## Lint, format, types, import contracts
 	@scripts/check
 
 bench: setup  ## Against stock vLLM, as ratios; ends in one JSON line
-	@.venv/bin/python -m benchmarks $(ARGS)
+	@.venv/bin/python -m benchmarks ratios $(ARGS)
+
+bench-serve: setup  ## Servers side by side: stock vLLM, a sliding window, transformers (ARGS)
+	@.venv/bin/python -m benchmarks serve $(ARGS)
 
 bench-kernels: setup  ## The slot pool's attention against dense SDPA, and planning (ARGS)
-	@.venv/bin/python -m benchmarks.kernels $(ARGS)
+	@.venv/bin/python -m benchmarks kernels $(ARGS)
 
 bench-speech: setup  ## The speech server as its listeners hear it, alone and under load (ARGS)
-	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.speech $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks speech $(ARGS)
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
-	@.venv/bin/python -m benchmarks.quality $(ARGS)
+	@.venv/bin/python -m benchmarks quality $(ARGS)
 
 eval-voice: setup  ## How well the embedded voice speaks: words, voices, five minutes, speed (ARGS)
-	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.voice $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks voice $(ARGS)
 
 voice: setup  ## Train the embedded voice anew: hours; goes on where it was (WORK=folder)
 	@scripts/voice
 
 soak: setup  ## One stream of a million tokens beside short ones (hours); blocks, memory, latency
-	@.venv/bin/python -m benchmarks.soak $(ARGS)
+	@.venv/bin/python -m benchmarks soak $(ARGS)
 
 clean:  ## Remove .venv and caches (not the default model in the user's cache)
 	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
