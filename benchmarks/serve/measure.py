@@ -14,13 +14,15 @@ import aiohttp
 import numpy as np
 
 from benchmarks.serve.client import Answer, AskError, ask, metrics, session
-from benchmarks.serve.peers import PREEMPTIONS, RUNNING, Peer
+from benchmarks.serve.peers import PREEMPTIONS, RUNNING, WAITING, Peer
 from benchmarks.serve.prompts import Prompts
 from benchmarks.serve.work import Work
 from benchmarks.server_processes import family
 
 SAMPLE_S = 0.5
 """Between looks at a loaded server's metrics."""
+SETTLE_S = 60.0
+"""Longest wait for a loaded server to be idle again."""
 LOOK = 8
 """Tokens before its end at which a stream's cache is looked at."""
 DRAIN_S = 30.0
@@ -93,6 +95,7 @@ class Measurement:
             num_tokens = _num_tokens(begun) - already
             await _cancel(tasks)
             after = await metrics(http, self.url)
+            await self._settle(http)
         if failures and not num_tokens:
             raise AskError(failures[0])
         return {
@@ -118,6 +121,7 @@ class Measurement:
             done = [t.result() for t in tasks if t.done() and t.exception() is None]
             errors = [str(t.exception()) for t in tasks if t.done() and t.exception()]
             await _cancel(tasks)
+            await self._settle(http)
         if errors and not done:
             raise AskError(errors[0])
         good = [a for a in done if a.ttft_s <= work.ttft_s and a.tpot_s <= work.tpot_s]
@@ -138,6 +142,15 @@ class Measurement:
             info = process.memory_full_info()
             rss, pss = rss + info.rss, pss + info.pss
         return {"rss_bytes": rss, "pss_bytes": pss}
+
+    async def _settle(self, http: aiohttp.ClientSession) -> None:
+        """Wait until the server has noticed that nobody listens any more."""
+        end = time.perf_counter() + SETTLE_S
+        while time.perf_counter() < end:
+            found = await metrics(http, self.url)
+            if not found.get(RUNNING, 0) + found.get(WAITING, 0):
+                return
+            await asyncio.sleep(SAMPLE_S)
 
     async def _ask(
         self,

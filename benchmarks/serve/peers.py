@@ -16,6 +16,7 @@ from vllm_bounded_kv.launch import VllmServer
 
 SERVED = "bench"
 USAGE, RUNNING = "vllm:kv_cache_usage_perc", "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
 PREEMPTIONS = "vllm:num_preemptions_total"
 Metrics = dict[str, float]
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 Record = dict[str, Any]
-LABELS = ("row", "peer", "x", "round")
+LABELS = ("row", "peer", "x", "given", "round")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Cell:
     peer: str
     x: float
     """Position, clients or rate."""
+    given: str
+    """What it depends on besides: `Work.given`."""
     round: int
 
 
@@ -57,6 +59,11 @@ class Records:
         """Whether it was measured, or has failed."""
         return any(_cell(record) == cell for record in self.all)
 
+    def of(self, cells: Iterable[Cell]) -> list[Record]:
+        """The records of these cells."""
+        wanted = set(cells)
+        return [record for record in self.all if _cell(record) in wanted]
+
     def add(self, cell: Cell, figures: dict[str, Any]) -> Record:
         """Keep what was measured."""
         record = {**vars(cell), **figures}
@@ -70,20 +77,21 @@ class Records:
 
 
 def _cell(record: Record) -> Cell:
-    return Cell(*(record[name] for name in ("row", "peer", "x", "round")))
+    return Cell(*(record[name] for name in LABELS))
 
 
 def summary(records: Iterable[Record]) -> list[Record]:
     """One entry for each row, peer and x: each figure's median, least and most over the rounds.
 
     A cell that failed in every round has `failed`: why; otherwise the failures are not counted.
+    `records` are of one setting a row.
     """
     groups: dict[tuple[str, str, float], list[Record]] = {}
     for record in records:
         groups.setdefault((record["row"], record["peer"], record["x"]), []).append(record)
     result = []
     for (row, peer, x), group in groups.items():
-        entry: Record = {"row": row, "peer": peer, "x": x}
+        entry: Record = {"row": row, "peer": peer, "x": x, "given": group[0]["given"]}
         well = [record for record in group if "failed" not in record]
         entry["rounds"] = len(well)
         if not well:

@@ -45,12 +45,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     # Servers have sessions of their own: ended from outside, we still end them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    cells = [cell for cell in _plan(args, peers, work) if not records.has(cell)]
+    plan = _plan(args, peers, work)
+    cells = [cell for cell in plan if not records.has(cell)]
+    if args.report:
+        return _report(args, records, plan, work)
     with House(work, args.one_at_a_time) as house:
         for cell in tqdm(cells, desc="serve", file=sys.stderr):
-            record = records.add(cell, _measured(house, cell, args.rounds))
+            record = records.add(cell, _measured(house, cell))
             tqdm.write(json.dumps(record), file=sys.stderr)
-    return _report(args, records)
+    return _report(args, records, plan, work)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--block-size", type=int, help="of every vLLM (default: stock 128, bounded 32)")
     add("--one-at-a-time", action="store_true", help="do not keep all servers in memory at once")
     add("--out", type=Path, default=Path("build/serve"), help="folder (%(default)s)")
+    add("--report", action="store_true", help="of what the folder holds; measure nothing")
     add("--fresh", action="store_true", help="forget what the folder holds")
     return parser
 
@@ -164,17 +168,15 @@ def _records(args: argparse.Namespace, peers: list[str], work: Work) -> Records:
     path = args.out / "records.jsonl"
     if args.fresh:
         path.unlink(missing_ok=True)
-    what = {
-        **{name: f"{PEERS[name].what}; {PEERS[name].dtype}" for name in peers},
-    }
+    what = {name: f"{PEERS[name].what}; {PEERS[name].dtype}" for name in peers}
     setup = {
         **describe_machine(),
         "threads": work.threads,
         "transformers": _version("transformers"),
         "llama-cpp-python": _version("llama-cpp-python"),
         "peers": what,
-        "work": {**asdict(work), "model": Path(work.model).name},
-        "pool_tokens": work.pool_tokens,
+        "model": Path(work.model).name,
+        **work.shared(),
     }
     return Records(path, setup)
 
@@ -191,7 +193,7 @@ def _plan(args: argparse.Namespace, peers: list[str], work: Work) -> list[Cell]:
 
     One server at a time: in each round, every peer; there, all of its cells.
     """
-    points = {
+    points: dict[str, list[float]] = {
         "latency": list(work.positions),
         "closed": [work.clients],
         "open": list(work.rates),
@@ -201,7 +203,7 @@ def _plan(args: argparse.Namespace, peers: list[str], work: Work) -> list[Cell]:
     for number in range(args.rounds):
         order = peers[:: -1 if number % 2 else 1]
         cells = [
-            Cell(row, peer, x, number)
+            Cell(row, peer, x, work.given(row), number)
             for row in ROWS
             if row in args.rows
             for x in points[row]
@@ -213,8 +215,8 @@ def _plan(args: argparse.Namespace, peers: list[str], work: Work) -> list[Cell]:
     return plan
 
 
-def _measured(house: House, cell: Cell, rounds: int) -> dict[str, Any]:
-    number = cell.round + rounds * list(ROWS).index(cell.row)
+def _measured(house: House, cell: Cell) -> dict[str, Any]:
+    number = cell.round * len(ROWS) + list(ROWS).index(cell.row)
     try:
         measurement = house.measurement(cell.peer, number)
         return asyncio.run(ROWS[cell.row](measurement, cell.x))
@@ -222,9 +224,9 @@ def _measured(house: House, cell: Cell, rounds: int) -> dict[str, Any]:
         return {"failed": str(error)}
 
 
-def _report(args: argparse.Namespace, records: Records) -> int:
-    rows = summary(records.all)
-    result = {"setup": records.setup, "rows": rows}
+def _report(args: argparse.Namespace, records: Records, plan: list[Cell], work: Work) -> int:
+    setup = {**records.setup, "work": {**asdict(work), "model": Path(work.model).name}}
+    result = {"setup": setup, "rows": summary(records.of(plan))}
     (args.out / "serve.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot(result, args.out / "serve.png")
     print(table(result), end="\n\n")

@@ -41,7 +41,7 @@ class CroppedStream:
         self._model = model
         self._sink, self._window = sink, window
         self._position = 0
-        self.cache = DynamicCache(config=model.config)
+        self.cache: Any = DynamicCache(config=model.config)
 
     @torch.inference_mode()
     def step(self, ids: list[int]) -> int:
@@ -73,8 +73,8 @@ class CroppedStream:
     @property
     def num_bytes(self) -> int:
         """Of the keys and values held."""
-        layers = self.cache.layers
-        return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
+        held = [states for layer in self.cache.layers for states in (layer.keys, layer.values)]
+        return sum(int(states.nbytes) for states in held)
 
 
 def application(model: Any, sink: int, window: int) -> FastAPI:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 BLOCK = 128
 """vLLM's largest default block on a CPU, of which one is its null block."""
 SPARE = 64
 """Tokens beyond the last position."""
+SHARED = ("bytes_per_token", "trained", "sink", "window", "clients", "threads", "block_size")
+GIVEN = {
+    "latency": ("measured",),
+    "closed": ("prompt", "length", "ramp", "seconds"),
+    "open": ("prompt", "answer", "seconds", "ttft_s", "tpot_s"),
+}
+"""What all measurements have in common, and what one of a row depends on as well."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,15 @@ class Work:
     """What an answer may take to be good."""
     threads: int
     block_size: int | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """What must be the same for measurements to stand in one table."""
+        everything = asdict(self)
+        return {**{name: everything[name] for name in SHARED}, "pool_tokens": self.pool_tokens}
+
+    def given(self, row: str) -> str:
+        """What a measurement of this row depends on besides, as text."""
+        return ", ".join(f"{name} {getattr(self, name):g}" for name in GIVEN.get(row, ()))
 
     @property
     def capacity(self) -> int:

@@ -66,10 +66,10 @@ def test_a_peer_that_is_not_installed_is_said_and_left_out(
 
 def test_records_are_resumed_but_not_of_another_setup(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    cell = Cell("latency", "stock", 512, 0)
+    cell = Cell("latency", "stock", 512, "", 0)
     Records(path, {"threads": 1}).add(cell, {"itl_ms": 3.0})
     again = Records(path, {"threads": 1})
-    assert again.has(cell) and not again.has(Cell("latency", "stock", 512, 1))
+    assert again.has(cell) and not again.has(Cell("latency", "stock", 512, "", 1))
     with pytest.raises(ValueError, match=r"records are of threads=1, not 2; give --fresh"):
         Records(path, {"threads": 2})
 
@@ -78,13 +78,14 @@ def _result() -> dict[str, Any]:
     records: list[dict[str, Any]] = []
     for number, itl in enumerate([10.0, 30.0, 20.0]):
         for peer in ("bounded", "stock"):
-            at = {"peer": peer, "round": number}
+            at = {"peer": peer, "given": "", "round": number}
             figures = {"itl_ms": itl, "prefill_s": 1.5, "cache_bytes": 12e6}
             records.append({**at, "row": "latency", "x": 512, **figures})
             records.append({**at, "row": "closed", "x": 16, "tokens_per_s": 150.25})
             waited = {"ttft_ms_p50": 50.0, "ttft_ms_p95": 1234.0, "itl_ms_p95": 80.0}
             records.append({**at, "row": "open", "x": 0.5, **waited, "goodput_per_s": 0.4})
-    records.append({"row": "latency", "peer": "stock", "x": 9000, "round": 0, "failed": "too long"})
+    failed = {"row": "latency", "peer": "stock", "x": 9000, "given": "", "round": 0}
+    records.append({**failed, "failed": "too long"})
     work = {"model": "tiny", "sink": 4, "window": 252, "threads": 1}
     setup = {"peers": {"bounded": "", "stock": ""}, "work": work}
     return {"setup": setup, "rows": summary(records)}
