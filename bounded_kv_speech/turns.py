@@ -22,6 +22,10 @@ class StreamFull(Exception):
     """A stream that is as long as the model's streams may be; nothing more can be said in it."""
 
 
+class StreamAborted(RuntimeError):
+    """The engine has ended a stream before its time: it ends itself."""
+
+
 class TooManyStreams(RuntimeError):
     """As many streams as there may be at a time are open."""
 
@@ -41,6 +45,7 @@ async def tokens_of(
 
     Raises:
         StreamFull: a turn has been cut off.
+        StreamAborted: all have, by an engine that ends.
     """
     async with aclosing(pieces_of(engine, name, first, turns, cache_salt)) as parts:
         async for pieces in parts:
@@ -82,6 +87,10 @@ async def pieces_of(
                         piece, count = [], 0
                         open_turns.popleft()
                 yield [*pieces, (piece, False)] if piece else pieces
+                if (
+                    part.finish_reason == "abort"
+                ):  # of a stream of turns, vLLM says no more than that
+                    raise StreamAborted(f"stream {name!r} was aborted")
                 if part.finish_reason == "length" and count:
                     raise StreamFull(f"stream {name!r} is as long as one may be (max_model_len)")
 

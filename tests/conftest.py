@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from support.fire import Scale
     from support.oracle_llama import OracleLlama
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,3 +35,15 @@ def oracle(tiny_model: Path) -> OracleLlama:
     from support.oracle_llama import OracleLlama
 
     return OracleLlama.from_folder(tiny_model)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--torture", action="store_true", help="what is done under fire, in full")
+
+
+@pytest.fixture(scope="session")
+def scale(request: pytest.FixtureRequest) -> Scale:
+    """How much is done to servers under fire."""
+    from support.fire import LONG, SHORT
+
+    return LONG if request.config.getoption("--torture") else SHORT

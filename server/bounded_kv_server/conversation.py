@@ -4,16 +4,17 @@ One endless stream a socket. The client's first message is `session.config`; the
 `input.text`, `input.done`, `input.clear` and `session.close` (`messages.py`), in any order. Sound
 goes out in binary messages, one continuous encoder's; what it is about goes out as JSON:
 `session.ready`, `speech.done` (all text before an `input.done` has been said), `input.cleared`,
-`error` and `session.closed`.
+`error` and `session.closed`. A server that is told to end says what it has, and closes.
 """
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 
 from fastapi import WebSocket, WebSocketDisconnect
 
-from bounded_kv_server.errors import SpeechError, as_status
+from bounded_kv_server.errors import SpeechError, as_status, ending
 from bounded_kv_server.inbox import Inbox
 from bounded_kv_server.limits import Expired, within
 from bounded_kv_server.messages import Config
@@ -34,7 +35,11 @@ async def converse(socket: WebSocket) -> None:
     try:
         server.speaking()
         async with Inbox(socket, server.settings.max_speech_input) as inbox:
-            await inbox.while_here(_talk(server, inbox, outbox, clock))
+            end = asyncio.create_task(inbox.end_at(server.ending))
+            try:
+                await inbox.while_here(_talk(server, inbox, outbox, clock))
+            finally:
+                end.cancel()
         with suppress(WebSocketDisconnect):
             await outbox.close()
     except WebSocketDisconnect:
@@ -55,7 +60,8 @@ async def _talk(server: SpeechServer, inbox: Inbox, outbox: Outbox, clock: Clock
     idle_s, longest_s = server.settings.speech_idle_s, server.settings.max_session_s
     async with within(idle_s, Expired(f"no message for {idle_s:g} s (--speech-idle-s)")):
         config = await inbox.next()
-    assert isinstance(config, Config)
+    if not isinstance(config, Config):  # not the client's: the server ends
+        raise ending()
     server.check_model(config.model)
     async with server.gate.place():
         session = Session(server, config, inbox, outbox, clock)

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse
 
-from bounded_kv_speech.turns import StreamFull, TooManyStreams
+from bounded_kv_speech.turns import StreamAborted, StreamFull, TooManyStreams
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +63,11 @@ async def answer(_: Request, error: Exception) -> JSONResponse:
     return error.response()
 
 
+def ending() -> SpeechError:
+    """A server that has been told to end."""
+    return SpeechError(503, None, "the server is shutting down", GONE_S)
+
+
 def as_status(error: Exception) -> SpeechError:
     """What a failure of the engine or the decoder comes to; one that nobody foresaw is logged."""
     from torch import OutOfMemoryError
@@ -74,6 +79,8 @@ def as_status(error: Exception) -> SpeechError:
         error = error.__cause__
     if isinstance(error, EngineDeadError):
         return SpeechError(503, None, "the engine is gone; the server must be started anew", GONE_S)
+    if isinstance(error, StreamAborted):
+        return ending()
     if isinstance(error, GracefulHTTPError) and error.http_status != 503:
         return SpeechError(int(error.http_status), None, str(error))
     if isinstance(error, GracefulHTTPError | RetryableRequestError | TooManyStreams):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from bounded_kv_server.errors import SpeechError
 from bounded_kv_server.limits import MESSAGES
-from bounded_kv_server.messages import MESSAGE, Clear, Config, Message, Text
+from bounded_kv_server.messages import MESSAGE, Clear, Close, Config, Message, Text
 
 
 class Inbox:
@@ -52,6 +52,13 @@ class Inbox:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def end_at(self, ending: asyncio.Event) -> None:
+        """Behave, once it is set, as if the client had closed."""
+        await ending.wait()
+        self._messages.append(Close(type="session.close"))
+        self._size += 1
+        self._some.set()
 
     async def next(self) -> Message:
         """The next message."""

@@ -59,6 +59,7 @@ class SpeechExtension:
         model = None if name is None else profile.find(name).load(engine_client, chosen)
         served = args.served_model_name or [args.model]
         state.bounded_kv_speech = SpeechServer(model, served, chosen, EnginePins(engine_client))
+        state.bounded_kv_speech.ending = state.bounded_kv_ending
         await state.bounded_kv_speech.start()
 
 

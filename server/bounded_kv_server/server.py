@@ -39,6 +39,8 @@ class SpeechServer:
         self.threads = ThreadPoolExecutor(NUM_THREADS, "speech")
         self._text = ThreadPoolExecutor(1, "speech-text")  # no text keeps sound waiting
         self.uploads = Uploads()
+        self.ending = asyncio.Event()
+        """Set when the server is told to end: sockets say what they have, and close."""
         self.voices = Voices(model, settings, pins) if model else None
 
     def speaking(self) -> SpeechModel:

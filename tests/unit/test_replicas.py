@@ -130,7 +130,9 @@ class Cores:
             yield None
 
         config = SimpleNamespace(get_vocab_size=lambda: 100)
-        return SimpleNamespace(engine_core=self, generate=generate, model_config=config)
+        return SimpleNamespace(
+            engine_core=self, generate=generate, model_config=config, errored=False
+        )
 
 
 def pin(cores: Cores) -> int:
@@ -171,6 +173,27 @@ def test_calls_go_by_the_replicas_own_numbers() -> None:
     assert answers == {4: {"source": VIEW}, 5: GONE}
     with pytest.raises(SourceError, match="no such source"):
         asyncio.run(source_routes.call(Cores(0, {"find": GONE}).client, "find"))
+
+
+@pytest.mark.parametrize("dies", ["before", "meanwhile", "answering"])
+def test_who_asks_an_engine_that_dies_is_told(dies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would leave it waiting, for ever."""
+    monkeypatch.setattr(replicas, "LOOK_S", 0.01)
+    cores = Cores(0, {})
+    client = cores.client
+    client.errored = dies == "before"
+
+    async def answer(*_: Any) -> list[Any]:
+        client.errored = True
+        if dies == "answering":
+            raise RuntimeError("the engine is dead")
+        await asyncio.sleep(100)
+        return [{}]
+
+    client.engine_core = SimpleNamespace(call_utility_all_async=answer)
+    with pytest.raises(SourceError, match="engine is gone") as refused:
+        asyncio.run(source_routes.call(client, "list"))
+    assert refused.value.status == 503 and refused.value.field is None
 
 
 def test_every_series_carries_its_engine() -> None:

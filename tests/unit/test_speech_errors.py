@@ -11,7 +11,7 @@ from vllm.v1.engine.async_llm import InputStreamError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from bounded_kv_server.errors import as_status
-from bounded_kv_speech.turns import StreamFull, TooManyStreams
+from bounded_kv_speech.turns import StreamAborted, StreamFull, TooManyStreams
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -25,6 +25,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (EngineDeadError(), 503),
         (QueueOverflowError(), 503),
         (TooManyStreams("16 are open, of max_streams 16"), 503),
+        (StreamAborted("the engine ends"), 503),
         (torch.OutOfMemoryError("CUDA out of memory"), 503),
         (caused(EngineGenerateError(), QueueOverflowError()), 503),
         (VLLMValidationError("the prompt is too long"), 400),

@@ -197,6 +197,37 @@ def test_a_stream_without_sound_is_not_waited_for_for_ever(tmp_path: Path) -> No
     run(test())
 
 
+@pytest.mark.parametrize("text", ["one two. ", "", "half a sentence"])
+def test_a_server_that_ends_says_what_it_was_given_and_closes(tmp_path: Path, text: str) -> None:
+    async def test() -> None:
+        server = speech_server(Tones(chunk_s=REAL_TIME), tmp_path)
+        async with talking(server) as (line, task):
+            await line.hear("session.ready")
+            line.say("input.text", text=text)
+            await asyncio.sleep(0.05)
+            server.ending.set()
+            async with asyncio.timeout(10.0):
+                await task
+        assert line.error == "" and line.told[-1]["type"] == "session.closed"
+        words = len(text.split())
+        assert sum(map(len, line.sound)) == 2 * words * WORD_CHUNKS * CHUNK
+        assert server.gate.num_active == 0
+
+    run(test())
+
+
+def test_a_server_that_ends_takes_no_more_sockets(tmp_path: Path) -> None:
+    async def test() -> None:
+        server = speech_server(Tones(), tmp_path)
+        server.ending.set()
+        line = Line(server)
+        async with asyncio.timeout(10.0):
+            await line()
+        assert "shutting down" in line.error
+
+    run(test())
+
+
 def test_a_socket_has_an_end(tmp_path: Path) -> None:
     async def test() -> None:
         before = outcomes("expired")

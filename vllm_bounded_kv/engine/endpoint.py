@@ -6,6 +6,7 @@ An endpoint plugin in vLLM's sense, turned on by `--kv-plugin bounded` itself (s
 from __future__ import annotations
 
 import asyncio
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 from vllm_bounded_kv import metrics
-from vllm_bounded_kv.engine import extensions, replicas, source_routes
+from vllm_bounded_kv.engine import end, extensions, replicas, source_routes
 from vllm_bounded_kv.engine.compat import FIGURES_METHOD
 from vllm_bounded_kv.engine.named_source import NamedSourceMiddleware
 from vllm_bounded_kv.engine.settings import policy_of
@@ -44,6 +45,9 @@ class BoundedKVEndpoint:
         """Keep the engine at hand and show the metrics, at zero, from the start."""
         state.bounded_kv_engine = engine_client
         metrics.create(replicas.numbers(engine_client))
+        state.bounded_kv_ending = asyncio.Event()
+        if os.environ.get("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "0") == "0":  # as vLLM's own watchdog
+            state.bounded_kv_watch = asyncio.create_task(end.watch(engine_client, state))
         for extension in extensions.installed():
             await extension.init_state(engine_client, state, args)
 
@@ -59,16 +63,18 @@ async def _show(request: Request) -> JSONResponse:
     try:
         answers = await asyncio.wait_for(fetch_figures(engine), FIGURES_TIMEOUT_S)
     except TimeoutError:
-        return JSONResponse(
-            {"error": f"the engine did not answer within {FIGURES_TIMEOUT_S} s; try again"},
-            status_code=503,
-            headers={"Retry-After": "1"},
-        )
+        return _not_now(f"the engine did not answer within {FIGURES_TIMEOUT_S} s; try again")
+    except replicas.EngineGone as error:
+        return _not_now(str(error))
     for answer in answers.values():
         del answer["ring_wraps_unread"]
     policy = policy_of(engine.vllm_config)
     assert policy is not None
     return JSONResponse({"policy": policy.to_mapping(), **replicas.all_figures(answers)})
+
+
+def _not_now(message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status_code=503, headers={"Retry-After": "1"})
 
 
 async def _metrics(request: Request) -> Response:

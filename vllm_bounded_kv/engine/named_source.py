@@ -57,7 +57,8 @@ class NamedSourceMiddleware:
                 token = _named.set(await self._look_up(body))
             await self.app(scope, again, send)
         except SourceError as error:
-            metrics.count_refusal(error.field)
+            if error.field is not None:
+                metrics.count_refusal(error.field)
             await refusal(error)(scope, receive, send)
         finally:
             if token is not None:

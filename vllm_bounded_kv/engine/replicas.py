@@ -5,6 +5,7 @@ What an API server says of them together is put together here, in plain values. 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,17 @@ Answers = Mapping[int, dict[str, Any]]
 """One answer for each replica, by its number."""
 
 
+LOOK_S = 0.5
+"""vLLM forgets what was asked of an engine that has died: who waits has to look."""
+
+
+class EngineGone(RuntimeError):
+    """An engine core has died, or ends; the server ends with it."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine is gone; the server must be started anew")
+
+
 def numbers(engine_client: Any) -> list[int]:
     """The replicas that this API server speaks to, by vLLM's own numbers."""
     ranks: list[int] = engine_client.engine_core.engine_ranks_managed
@@ -23,8 +35,28 @@ def numbers(engine_client: Any) -> list[int]:
 
 async def ask_all(engine_client: Any, method: str, *args: Any) -> dict[int, dict[str, Any]]:
     """Call a utility method of every engine core; vLLM's `call_utility` returns only the first's
-    answer."""
-    answers = await engine_client.engine_core.call_utility_all_async(method, *args)
+    answer.
+
+    Raises:
+        EngineGone: there is no engine to answer.
+    """
+    if engine_client.errored:
+        raise EngineGone
+    asked = asyncio.ensure_future(
+        engine_client.engine_core.call_utility_all_async(method, *args),
+    )
+    try:
+        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            if engine_client.errored:
+                raise EngineGone
+        try:
+            answers = asked.result()
+        except Exception as error:
+            if engine_client.errored:
+                raise EngineGone from error
+            raise
+    finally:
+        asked.cancel()
     return dict(zip(numbers(engine_client), answers, strict=True))
 
 

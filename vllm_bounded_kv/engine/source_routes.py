@@ -76,7 +76,10 @@ async def call(engine: Any, action: str, **values: Any) -> dict[str, Any]:
     Raises:
         SourceError: what it refuses.
     """
-    answers = await replicas.ask_all(engine, SOURCES_METHOD, action, values)
+    try:
+        answers = await replicas.ask_all(engine, SOURCES_METHOD, action, values)
+    except replicas.EngineGone as error:
+        raise SourceError(503, None, str(error)) from error
     answer = replicas.all_sources(action, answers)
     if error := answer.get("error"):
         raise SourceError(error["status"], error["field"], error["message"])

@@ -25,7 +25,7 @@ KV_GROUP = 0
 class SourceError(ValueError):
     """A source that cannot be pinned or found. `status` is the HTTP status that says so."""
 
-    def __init__(self, status: int, field: str, message: str) -> None:
+    def __init__(self, status: int, field: str | None, message: str) -> None:
         super().__init__(message)
         self.status = status
         self.field = field
