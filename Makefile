@@ -4,7 +4,7 @@ export DEVICE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-text serve test test-unit test-parity test-speech test-engine test-http \
-	check bench bench-serve bench-kernels bench-speech eval eval-voice soak voice clean
+	check bench bench-serve bench-kernels bench-speech bench-talk eval eval-voice soak voice clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,6 +53,9 @@ bench-kernels: setup  ## The slot pool's attention against dense SDPA, and plann
 
 bench-speech: setup  ## The speech server as its listeners hear it, alone and under load (ARGS)
 	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks speech $(ARGS)
+
+bench-talk: setup  ## A text model's story, spoken over the socket while it is told (ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks talk $(ARGS)
 
 eval: setup  ## Perplexity of long real text, by how the stream is kept (ARGS)
 	@.venv/bin/python -m benchmarks quality $(ARGS)

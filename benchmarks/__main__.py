@@ -14,6 +14,7 @@ COMMANDS = {
     "kernels": ("kernels", "the slot pool's attention against dense SDPA, and planning"),
     "quality": ("quality.__main__", "perplexity of long real text, by how the stream is kept"),
     "speech": ("speech", "the speech server under load, as its listeners hear it"),
+    "talk": ("talk", "a text model's story, spoken over the socket while it is told"),
     "voice": ("voice.__main__", "how well the embedded voice speaks"),
     "soak": ("soak", "one stream of a million tokens beside short ones"),
     "vllm-bench": ("vllm_bench", "`vllm bench serve`, with speech as one more backend"),

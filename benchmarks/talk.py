@@ -1,4 +1,4 @@
-"""`python -m benchmarks.talk`: the default text model tells a story, spoken as it is told.
+"""`python -m benchmarks talk`: the default text model tells a story, spoken as it is told.
 
 Two servers of vLLM's, both with `--kv-plugin bounded`: one writes; its words go to the other's
 socket as they come, and sound comes back in one stream. Shows when the first sound came and when
@@ -67,7 +67,7 @@ class Told:
 def main(argv: list[str] | None = None) -> int:
     """Talk; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.talk",
+        prog="python -m benchmarks talk",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
