@@ -4,7 +4,8 @@ export DEVICE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-text serve test test-unit test-parity test-speech test-engine test-http \
-	check bench bench-serve bench-kernels bench-speech bench-talk eval eval-voice soak voice clean
+	check bench bench-serve bench-kernels bench-speech bench-talk eval eval-voice soak torture voice \
+	clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +69,9 @@ voice: setup  ## Train the embedded voice anew: hours; goes on where it was (WOR
 
 soak: setup  ## One stream of a million tokens beside short ones (hours); blocks, memory, latency
 	@.venv/bin/python -m benchmarks soak $(ARGS)
+
+torture: setup  ## Servers under fire: crowds, a thousand who leave, bad bytes, a killed engine (ARGS)
+	@scripts/torture $(ARGS)
 
 clean:  ## Remove .venv and caches (not the default model in the user's cache)
 	rm -rf .venv build .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -87,9 +87,7 @@ async def pieces_of(
                         piece, count = [], 0
                         open_turns.popleft()
                 yield [*pieces, (piece, False)] if piece else pieces
-                if (
-                    part.finish_reason == "abort"
-                ):  # of a stream of turns, vLLM says no more than that
+                if part.finish_reason == "abort":  # vLLM says no more of a stream of turns
                     raise StreamAborted(f"stream {name!r} was aborted")
                 if part.finish_reason == "length" and count:
                     raise StreamFull(f"stream {name!r} is as long as one may be (max_model_len)")

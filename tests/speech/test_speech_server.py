@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,40 +9,29 @@ from typing import Any
 
 import httpx
 import numpy as np
-import psutil
 import pytest
 from openai import OpenAI
 
 from bounded_kv_server.cli import NAME
 from bounded_kv_speech.frames import SAMPLE_RATE
-from support.server import wait_until
 from support.sounds import samples_of
 from support.voice_server import (
     CLIENTS,
     HEADERS,
     KEY,
+    TEXTS,
     metrics_of,
+    say,
     shown,
     wait_until_silent,
 )
 from vllm_bounded_kv.launch import VllmServer
 
-TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 VOICES = ("heart", "robin", "sage", "reed", "otto")
-LEAVERS, LEAVERS_AT_ONCE = 200, 16
-IDLE_THREADS = 8
-"""asyncio's own executor starts them as they are needed, up to cores + 4, and keeps them."""
 HEALTH_SHARE = 0.5
 """Of the time that all speak, which it would take if it waited for them."""
 NEAR_STEP = 1
 """Of 16 bits."""
-
-
-def say(server: VllmServer, text: str, **options: Any) -> bytes:
-    body = {"model": NAME, "input": text, "response_format": "pcm", "seed": 1, **options}
-    answer = httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.content
 
 
 def test_six_formats_are_the_same_sound(server: VllmServer) -> None:
@@ -94,49 +81,6 @@ def test_together_as_alone(server: VllmServer) -> None:
     for i, (a, b) in enumerate(zip(alone, together, strict=True)):
         if not same[i]:  # equal up to where the tokens parted
             assert np.abs(a[: SAMPLE_RATE // 4] - b[: SAMPLE_RATE // 4]).max() <= NEAR_STEP
-
-
-def test_who_leaves_leaves_nothing(server: VllmServer) -> None:
-    first = say(server, TEXTS[0])
-    wait_until_silent(server)
-    assert server.process is not None
-    front_end = psutil.Process(server.process.pid)
-    rng = random.Random(0)
-
-    def leave(i: int) -> None:
-        body = {
-            "input": " ".join(TEXTS),
-            "response_format": ("pcm", "mp3", "opus", "flac", "wav", "aac")[i % 6],
-        }
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.stream(
-                "POST",
-                f"{server.url}/v1/audio/speech",
-                json=body,
-                headers=HEADERS,
-                timeout=rng.uniform(0.05, 2.0),
-            ) as answer,
-        ):
-            parts = answer.iter_raw()
-            for _ in range(rng.randrange(10)):
-                next(parts, None)
-
-    def held() -> tuple[int, int]:
-        return front_end.num_threads(), front_end.num_fds()
-
-    def half() -> None:
-        with ThreadPoolExecutor(LEAVERS_AT_ONCE) as pool:
-            list(pool.map(leave, range(LEAVERS // 2)))
-        wait_until_silent(server)
-        wait_until(lambda: metrics_of(server)("bounded_kv_speech_active_streams"), lambda n: n == 0)
-
-    half()  # it settles what is only made once
-    threads, files = held()
-    half()
-    # An encoder's threads end a little after it.
-    wait_until(held, lambda now: now[0] <= threads + IDLE_THREADS and now[1] <= files + 4)
-    assert say(server, TEXTS[0]) == first
 
 
 def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:

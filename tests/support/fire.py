@@ -1,4 +1,4 @@
-"""What clients do to a server that means no good, or knows no better; by the seed, the same each time."""
+"""What clients do to a server that mean no good, or know no better: the same each time."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ IDLE_THREADS = 8
 FILES = 4
 """Sockets that are about to be closed."""
 RSS_BYTES = 64_000_000
-"""In all processes together, after a round that has warmed them up: allocators keep what they had."""
+"""In all processes, after a round that has warmed them up: allocators keep what they had."""
 BACK_S = 120.0
 
 

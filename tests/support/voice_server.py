@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from bounded_kv_server.cli import embedded_flags
+from bounded_kv_server.cli import NAME, embedded_flags
 from bounded_kv_speech.package import BUILT_IN, model_of
 from support.server import Metrics, parse_metrics, serving, wait_until
 from vllm_bounded_kv.launch import VllmServer
@@ -17,6 +17,7 @@ from vllm_bounded_kv.launch import VllmServer
 CLIENTS = 16
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 
 
 @contextmanager
@@ -28,6 +29,13 @@ def serving_voice(voices: Path) -> Iterator[VllmServer]:
     ]
     with serving(model_of(BUILT_IN), flags) as server:
         yield server
+
+
+def say(server: VllmServer, text: str, **options: Any) -> bytes:
+    body = {"model": NAME, "input": text, "response_format": "pcm", "seed": 1, **options}
+    answer = httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120)
+    assert answer.status_code == 200, answer.text
+    return answer.content
 
 
 def shown(server: VllmServer) -> dict[str, Any]:

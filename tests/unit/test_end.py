@@ -1,4 +1,4 @@
-"""A server whose engine dies ends with a code that says so; one that is told to ends as vLLM does."""
+"""A server whose engine dies says so by its exit code; one that is told to ends as vLLM does."""
 
 from __future__ import annotations
 
