@@ -39,6 +39,8 @@ DRAIN_S = 8
 SOON_S = 30.0
 """On a machine that does much else; a second or two on one that does not."""
 AGAIN_S = 400.0
+BUSY = {"text": 3, "speech": 6}
+"""Slots that `clients` take; an idle socket's takes its stream only when there is text."""
 TEXT = "There are two of us here today. " * 60
 
 
@@ -129,8 +131,7 @@ def clients(url: str, kind: str) -> Iterator[dict[str, Future[str]]]:
             begun["events"] = pool.submit(read_speech, url, "sse")
             begun["socket"] = pool.submit(read_socket, url, TEXT)
             begun["idle socket"] = pool.submit(read_socket, url, "")
-        busy = 3 if kind == "text" else 6
-        wait_until(lambda: figures(url)["slots_used"], lambda used: used >= busy)
+        wait_until(lambda: figures(url)["slots_used"], lambda used: used >= BUSY[kind])
         yield begun
 
 
@@ -176,7 +177,10 @@ def test_a_server_that_is_told_to_end_lets_streams_end(supervised: tuple[Supervi
     assert server.process is not None
     with clients(server.url, kind) as asked, ThreadPoolExecutor(1) as pool:
         short = pool.submit(read_text, server.url, kind, 100, True)
-        time.sleep(0.3)
+        wait_until(
+            lambda: figures(server.url)["slots_used"],
+            lambda used: used > BUSY[kind] or short.done(),
+        )
         began = time.monotonic()
         os.kill(server.process.pid, signal.SIGTERM)
         assert '"finish_reason":"length"' in short.result(SOON_S)

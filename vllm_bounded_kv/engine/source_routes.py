@@ -78,8 +78,8 @@ async def call(engine: Any, action: str, **values: Any) -> dict[str, Any]:
     """
     try:
         answers = await replicas.ask_all(engine, SOURCES_METHOD, action, values)
-    except replicas.EngineGone as error:
-        raise SourceError(503, None, str(error)) from error
+    except replicas.EngineGone as gone:
+        raise SourceError(503, None, str(gone)) from gone
     answer = replicas.all_sources(action, answers)
     if error := answer.get("error"):
         raise SourceError(error["status"], error["field"], error["message"])
