@@ -11,6 +11,8 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+NUM_BLOCKS = "num_gpu_blocks"
+"""A label of `vllm:cache_config_info`, on CPUs too."""
 TIMEOUT_S = 600.0
 """Of a whole answer."""
 
@@ -111,7 +113,10 @@ def _message(text: str) -> str:
 
 
 async def metrics(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Every sample by its name, summed over labels; none where the server shows none."""
+    """Every sample by its name, summed over labels; none where the server shows none.
+
+    vLLM's number of blocks, which is a label of a metric, is `NUM_BLOCKS`.
+    """
     try:
         async with http.get(f"{url}/metrics") as response:
             text = await response.text() if response.status == 200 else ""
@@ -121,4 +126,6 @@ async def metrics(http: aiohttp.ClientSession, url: str) -> dict[str, float]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
+            if sample.labels.get(NUM_BLOCKS, "").isdigit():
+                found[NUM_BLOCKS] = float(sample.labels[NUM_BLOCKS])
     return found

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from benchmarks.serve.client import NUM_BLOCKS
 from benchmarks.serve.servers import ModuleServer
 from benchmarks.serve.transformers_server import CACHE_METRIC
 from benchmarks.serve.window_model import windowed_copy
@@ -53,7 +54,10 @@ class Peer(ABC):
 
     def cache_bytes(self, metrics: Metrics, work: Work) -> float | None:
         """What running streams' caches hold, by the server's own metrics."""
-        return metrics[USAGE] * work.pool_bytes if USAGE in metrics else None
+        if USAGE not in metrics or not metrics.get(NUM_BLOCKS):
+            return None
+        null = work.pool_bytes / metrics[NUM_BLOCKS]  # vLLM's share leaves its null block out
+        return metrics[USAGE] * (work.pool_bytes - null)
 
 
 class Stock(Peer):

@@ -49,11 +49,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 if (entry["row"], entry["peer"]) == (row, peer) and name in entry
             ]
             _line(axes, sorted(entries, key=lambda e: e["x"]), name, scale, peer, COLOURS[i])
+        if not axes.lines:  # a row that was not asked for
+            axes.set_axis_off()
+            continue
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=8)
+    figure.legend(*_legend(figure.axes), fontsize=8, loc="outside lower center", ncols=5)
     work = result["setup"]["work"]
     figure.suptitle(
         f"{work['model']}, sink {work['sink']} + window {work['window']}, "
@@ -61,6 +64,11 @@ def plot(result: dict[str, Any], path: Path) -> None:
         fontsize=11,
     )
     figure.savefig(path, dpi=110)
+
+
+def _legend(panels: list[Axes]) -> tuple[list[Any], list[str]]:
+    """Handles and names of the panel that has most of them."""
+    return max((axes.get_legend_handles_labels() for axes in panels), key=lambda both: len(both[1]))
 
 
 def _line(

@@ -32,8 +32,8 @@ def _lines(rows: list[Entry]) -> list[tuple[str, float, str, Shown]]:
     lines: list[tuple[str, float, str, Shown]] = []
     for name, label, scale in (
         ("itl_ms", "ms a token at position {:,}", 1),
-        ("prefill_s", "seconds to the first token there", 1),
-        ("cache_bytes", "MB that its cache holds there", 1e-6),
+        ("prefill_s", "seconds to read nearly {:,} tokens", 1),
+        ("cache_bytes", "MB of cache held at {:,}", 1e-6),
     ):
         lines += [("latency", x, label.format(int(x)), _spread(name, scale)) for x in xs("latency")]
     for x in xs("closed"):

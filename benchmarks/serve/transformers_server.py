@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def application(model: Any, sink: int, window: int) -> FastAPI:
     """The server of a model."""
     app = FastAPI()
     turn = asyncio.Lock()
+    one_thread = ThreadPoolExecutor(1)  # the same one for every step, with its OpenMP threads
     held = {"bytes": 0}
 
     @app.get("/health")
@@ -93,6 +95,8 @@ def application(model: Any, sink: int, window: int) -> FastAPI:
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> StreamingResponse:
+        run = asyncio.get_running_loop().run_in_executor
+
         async def events() -> AsyncIterator[str]:
             async with turn:
                 stream = CroppedStream(model, sink, window)
@@ -100,9 +104,9 @@ def application(model: Any, sink: int, window: int) -> FastAPI:
                     request.prompt[i : i + CHUNK] for i in range(0, len(request.prompt), CHUNK)
                 ]
                 for chunk in chunks:
-                    await asyncio.to_thread(stream.step, chunk)
+                    await run(one_thread, stream.step, chunk)
                 for left in reversed(range(request.max_tokens)):
-                    token = await asyncio.to_thread(stream.step, last)
+                    token = await run(one_thread, stream.step, last)
                     held["bytes"] = stream.num_bytes
                     reason = None if left else "length"
                     choice = {"text": "", "token_ids": [token], "finish_reason": reason}

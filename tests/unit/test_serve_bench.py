@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -13,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from benchmarks import __main__ as entry
 from benchmarks.serve import peers, run
-from benchmarks.serve.client import AskError, ask, session
+from benchmarks.serve.client import AskError, ask, metrics, session
 from benchmarks.serve.house import reason
 from benchmarks.serve.peers import PEERS
 from benchmarks.serve.plot import plot
@@ -136,6 +137,24 @@ def test_the_cropped_cache_stays_as_it_is(tiny: Path) -> None:
     assert torch.equal(stream.cache.layers[0].keys[..., :4, :], first)  # the sink, as it was
     spec = TinyLlama()
     assert stream.num_bytes == 2 * 2 * spec.num_kv_heads * spec.head_dim * 4 * 16
+
+
+async def _show(request: web.Request) -> web.Response:
+    return web.Response(
+        text='vllm:kv_cache_usage_perc{engine="0"} 0.5\n'
+        'vllm:cache_config_info{engine="0",num_gpu_blocks="5"} 1.0\n'
+    )
+
+
+def test_the_null_block_is_no_part_of_what_is_held() -> None:
+    async def shown() -> dict[str, float]:
+        app = web.Application()
+        app.router.add_get("/metrics", _show)
+        async with TestServer(app) as server, session() as http:
+            return await metrics(http, str(server.make_url("")).rstrip("/"))
+
+    work = Mock(pool_bytes=1000)
+    assert PEERS["stock"].cache_bytes(asyncio.run(shown()), work) == 400
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
