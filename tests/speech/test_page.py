@@ -250,7 +250,7 @@ def test_pictures(browser: Browser, server: VllmServer, scheme: Any) -> None:
         browser, server.url, viewport={"width": 900, "height": 600}, color_scheme=scheme
     ) as seen:
         unlock(seen.page)
-        seen.page.get_by_text("API key").click()
+        seen.page.get_by_text("API key", exact=True).click()
         first = speak(seen.page, LONG)
         stock = "[data-figure=stock]"
         expect(first.locator(stock)).to_have_text(re.compile(r"^(2[4-9]|[3-9]\d)$"))
