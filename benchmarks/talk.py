@@ -3,8 +3,9 @@
 Two servers of vLLM's, both with `--kv-plugin bounded`: one writes; its words go to the other's
 socket as they come, and sound comes back in one stream. Shows when the first sound came and when
 the text was whole, memory and blocks of the server that speaks, and the judge's word error rate of
-the first and the last minute. Ends in one JSON line; exit status 1 when the speech began after the
-text had ended, the stream's blocks changed, or the server grew.
+the first and the last minute, and of the same sentences as the voice's teacher says them. Ends in
+one JSON line; exit status 1 when the speech began after the text had ended, the stream's blocks
+changed, or the server grew.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from bounded_kv_server.cli import embedded_flags
 from bounded_kv_speech.frames import SAMPLE_RATE
 from bounded_kv_speech.package import BUILT_IN, model_of
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
+from bounded_kv_speech.recipe.teacher import BUILT_IN as TEACHERS
+from bounded_kv_speech.recipe.teacher import Teacher
 from vllm_bounded_kv.default_model import ensure_default_model
 from vllm_bounded_kv.launch import VllmServer
 
@@ -72,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="of speech (%(default)s)")
-    parser.add_argument("--voice", default="sage", help="(%(default)s)")
+    parser.add_argument("--voice", default="sage", choices=sorted(TEACHERS), help="(%(default)s)")
     args = parser.parse_args(argv)
     with ExitStack() as stack:
         env = {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -80,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         writer = stack.enter_context(VllmServer(ensure_default_model(), flags, env))
         speaker = stack.enter_context(VllmServer(model_of(BUILT_IN), embedded_flags(BUILT_IN, 2)))
         told = _talk(writer, speaker, args.seconds, args.voice)
-    result = _report(told)
+    result = _report(told, args.voice)
     print(json.dumps(result))
     return int(bool(result["failures"]))
 
@@ -166,10 +169,10 @@ def _watch(speaker: VllmServer, told: Told) -> None:
         told.blocks |= {stream["blocks"] for stream in figures(speaker.url)["streams"]}
 
 
-def _report(told: Told) -> dict[str, Any]:
+def _report(told: Told, voice: str) -> dict[str, Any]:
     samples = (np.frombuffer(bytes(told.sound), "<i2") / 32768).astype(np.float32)
     cuts = [end // 2 for end in told.ends]
-    judge, heard = Judge(), []
+    judge, teacher, heard, taught = Judge(), Teacher(), [], []
     for text, begin, end in zip(
         tqdm(told.sentences, unit=" sentences", file=sys.stderr, desc="judge"),
         [0, *cuts],
@@ -177,6 +180,9 @@ def _report(told: Told) -> dict[str, Any]:
         strict=False,
     ):
         heard.append((begin / SAMPLE_RATE, text, judge.hear(samples[begin:end])))
+        said = [teacher.say(p, TEACHERS[voice], 0).samples for p in teacher.phonemes(text)]
+        if said:
+            taught.append((begin / SAMPLE_RATE, text, judge.hear(np.concatenate(said))))
     last = told.audio_s - MINUTE_S
     settled = told.rss_mb[len(told.rss_mb) // 5 :] or [0.0]
     growth = settled[-1] - settled[0]
@@ -196,9 +202,12 @@ def _report(told: Told) -> dict[str, Any]:
         "rss_mb": [round(value) for value in told.rss_mb],
         "growth_mb": round(growth, 1),
         "wer": {
-            "all": _wer(heard, 0.0, told.audio_s),
-            "first_minute": _wer(heard, 0.0, MINUTE_S),
-            "last_minute": _wer(heard, last, told.audio_s),
+            name: {
+                "all": _wer(pairs, 0.0, told.audio_s),
+                "first_minute": _wer(pairs, 0.0, MINUTE_S),
+                "last_minute": _wer(pairs, last, told.audio_s),
+            }
+            for name, pairs in (("system", heard), ("teacher", taught))
         },
         "failures": failures,
     }
