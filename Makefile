@@ -25,7 +25,7 @@ serve: setup  ## Serve with a bounded cache (MODEL, or MODEL=voice; HOST, PORT, 
 test: setup  ## Run all tests
 	@scripts/test
 
-test-unit: setup  ## Seconds: pure arithmetic, configuration, vLLM's scheduler without a worker
+test-unit: setup  ## Minutes: pure arithmetic, configuration, vLLM's scheduler without a worker
 	@scripts/test unit
 
 test-parity: setup  ## Attention against a float64 list of everything

@@ -69,6 +69,13 @@ SEAMS = (
     Seam(READ, f"{_ENGINE}.core", "EngineCore.request_block_hasher"),
     Seam(CALLED, f"{_ENGINE}.core_client", "AsyncMPClient.call_utility_all_async"),
     Seam(READ, f"{_ENGINE}.core_client", "AsyncMPClient.engine_ranks_managed"),
+    # --- how a server ends (`end.py`)
+    Seam(READ, f"{_ENGINE}.async_llm", "AsyncLLM.errored"),
+    Seam(READ, f"{_ENGINE}.core_client", "MPClient._finalizer"),
+    Seam(READ, f"{_ENGINE}.core_client", "BackgroundResources.engine_manager"),
+    Seam(READ, f"{_ENGINE}.utils", "CoreEngineProcManager.failed_proc_name"),
+    Seam(READ, "vllm.entrypoints.launchers.launcher", "serve_http", ("app.state.server = server",)),
+    # --- patched, further
     Seam(PATCHED, "vllm.plugins", "load_endpoint_plugins", ("required_tasks",)),
     Seam(
         PATCHED,
