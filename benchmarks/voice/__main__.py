@@ -1,9 +1,9 @@
 """`python -m benchmarks.voice`: how well the embedded voice speaks, through vLLM with the plugin.
 
 Sentences in each voice, judged by PocketSphinx as the teacher says them, through the codec alone
-and through the whole system; five minutes in one stream; and the speed on one core. Ends in one
-JSON line, and writes it to a folder with a plot and a sample of each voice. Exit status 1 when a
-sentence was not said in order, babbled on, or the stream's blocks changed.
+and through the whole system; five minutes in one stream, and in some at once; the speed on one
+core. Ends in one JSON line, and writes it to a folder with a plot and a sample of each voice. Exit
+status 1 when a sentence was not said in order, babbled on, or the stream's blocks changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--package", type=Path, default=BUILT_IN, help="folder of the voice")
     parser.add_argument("--sentences", type=int, default=100, help=f"up to {len(texts)}")
     parser.add_argument("--voice", default="heart", help="of the five minutes (%(default)s)")
+    parser.add_argument(
+        "--long-streams",
+        type=int,
+        default=3,
+        help="of five minutes, each by its seed (%(default)s)",
+    )
     parser.add_argument("--temperature", type=float, default=Sampling.temperature)
     parser.add_argument("--top-k", type=int, default=Sampling.top_k)
     parser.add_argument("--out", type=Path, default=Path("build/voice"), help="(%(default)s)")
@@ -53,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not 1 <= args.sentences <= len(texts):
         parser.error(f"--sentences {args.sentences}: must be 1 to {len(texts)}")
+    if not 1 <= args.long_streams <= AT_ONCE:
+        parser.error(f"--long-streams {args.long_streams}: must be 1 to {AT_ONCE}")
     try:
         package = Package.load(args.package)
     except OSError as error:
@@ -60,14 +68,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.voice not in package.voices:
         parser.error(f"--voice {args.voice}: must be one of {', '.join(package.voices)}")
     sampling = Sampling(args.temperature, args.top_k, seed=0)
-    said, long = asyncio.run(_say(package, texts, args, sampling))
+    said, longs = asyncio.run(_say(package, texts, args, sampling))
     heard = words.hear_all(package, texts[: args.sentences], said)
     result: dict[str, Any] = {
         "setup": _setup(args, sampling),
         "wer": words.error_rates(heard),
         "order": words.order(heard),
         "nearest_to_own_voice": words.likeness(package, heard),
-        "five_minutes": endless.judged(long, EITHER_END),
+        "five_minutes": endless.judged(longs[0], EITHER_END),
+        "at_either_end": endless.at_either_end(longs, EITHER_END),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     _write_samples(args.out, said, package)
@@ -95,14 +104,21 @@ def is_sound(result: dict[str, Any]) -> bool:
 
 async def _say(
     package: Package, texts: list[str], args: argparse.Namespace, sampling: Sampling
-) -> tuple[list[Spoken], endless.Endless]:
+) -> tuple[list[Spoken], list[endless.Endless]]:
     async with speaking(package, AT_ONCE) as (llm, speaker):
         said = await words.say_all(
             speaker, package, texts[: args.sentences], list(package.voices), sampling, AT_ONCE
         )
         long_text = endless.there_and_back(texts, EITHER_END)
-        long = await endless.say(llm, speaker, package, long_text, args.voice, sampling)
-    return said, long
+        longs = await asyncio.gather(
+            *(
+                endless.say(
+                    llm, speaker, package, long_text, args.voice, replace(sampling, seed=seed)
+                )
+                for seed in range(args.long_streams)
+            )
+        )
+    return said, longs
 
 
 def _speed(package: Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from bounded_kv_speech.recipe.judge import Judge, word_error_rate
 from bounded_kv_speech.speak import Sampling, Speaker
 
 WATCH_S = 0.2
-NAME = "endless"
 
 
 @dataclass
@@ -61,11 +60,11 @@ async def say(
     for text, found in zip(texts, utterances, strict=True):
         if len(found) != 1:
             raise ValueError(f"{text!r}: is {len(found)} utterances; must be one")
-    blocks: list[int] = []
-    watching = asyncio.create_task(watch(llm, NAME, blocks, WATCH_S))
+    name, blocks = f"endless-{sampling.seed}", list[int]()
+    watching = asyncio.create_task(watch(llm, name, blocks, WATCH_S))
     try:
         one_each = [found[0] for found in utterances]
-        spoken = await speak(speaker, NAME, (voice, package.voices[voice]), one_each, sampling)
+        spoken = await speak(speaker, name, (voice, package.voices[voice]), one_each, sampling)
     finally:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -103,6 +102,19 @@ def judged(endless: Endless, first: int) -> dict[str, Any]:
         ],
         "octaves": [round(value, 3) for value in octaves],
         "ends_s": [round(float(end), 2) for end in endless.spoken.ends / SAMPLE_RATE],
+    }
+
+
+def at_either_end(streams: Sequence[Endless], first: int) -> dict[str, Any]:
+    """Word error rate of the first sentences and of the same at the end, over several streams."""
+    judge, pairs = Judge(), {"first": list[tuple[str, str]](), "last": list[tuple[str, str]]()}
+    for stream in tqdm(streams, unit=" streams", file=sys.stderr, desc="judge"):
+        said = list(zip(stream.texts, stream.sounds(), strict=True))
+        for name, part in (("first", said[:first]), ("last", said[-first:])):
+            pairs[name] += [(text, judge.hear(sound)) for text, sound in part]
+    return {
+        "streams": len(streams),
+        "wer": {name: round(word_error_rate(of), 3) for name, of in pairs.items()},
     }
 
 
