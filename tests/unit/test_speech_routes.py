@@ -429,11 +429,11 @@ def test_few_uploads_are_read_at_once_and_not_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uploads, "AT_ONCE", 2)
-    monkeypatch.setattr(uploads, "READ_S", 1.0)
+    monkeypatch.setattr(uploads, "READ_S", 3.0)
 
     def slowly() -> Iterator[bytes]:
         yield b"--a\r\n"
-        for _ in range(30):
+        for _ in range(100):
             time.sleep(0.1)
             yield b""
         yield b"--a--\r\n"

@@ -41,7 +41,7 @@ class Engine:
         self.pool: Any = Pool()
         self.sources = PinnedSources(self.pool, max_blocks, block_size=2, block_bytes=1)
         self.engine_core = self
-        self.engine_ranks_managed = [0]
+        self.engine_ranks_managed, self.errored = [0], False
         self.go_on = asyncio.Event()
         self.go_on.set()
         self.num_reading = self.num_adds = 0
