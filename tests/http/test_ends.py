@@ -119,11 +119,11 @@ def clients(url: str, kind: str) -> Iterator[dict[str, Future[str]]]:
     begun: dict[str, Future[str]] = {}
     with ThreadPoolExecutor(8) as pool, connection(url, 4096) as stalled:
         long = ENDLESS if kind == "text" else 1900
-        asked = {"model": SERVED, "prompt": [65], "max_tokens": long, "stream": True}
-        path = "/v1/completions"
+        asked = {"model": SERVED, "prompt": [65], "max_tokens": long, "ignore_eos": True}
+        path, how = "/v1/completions", {"stream": True}
         if kind == "speech":
-            asked, path = {"input": TEXT, "response_format": "wav"}, "/v1/audio/speech"
-        stalled.sendall(request(path, json.dumps({**asked, "ignore_eos": True}).encode(), {}))
+            asked, path, how = {"input": TEXT, "response_format": "wav"}, "/v1/audio/speech", {}
+        stalled.sendall(request(path, json.dumps({**asked, **how}).encode(), {}))
         begun["stream"] = pool.submit(read_text, url, kind, long, True)
         begun["whole"] = pool.submit(read_text, url, kind, long, False)
         if kind == "speech":
