@@ -17,8 +17,6 @@ from benchmarks.soak_verdict import Limits, Verdict, judge
 from benchmarks.tiny_llama import cached_tiny_llama
 from support.server import serving
 
-pytestmark = pytest.mark.alone
-
 TOKENS, BESIDE, SINK, WINDOW = 6000, 15, 4, 252
 NUM_READINGS = 60
 FRESH_TOKENS = TOKENS // 10

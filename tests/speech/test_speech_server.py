@@ -85,12 +85,12 @@ def test_together_as_alone(server: VllmServer) -> None:
 
 def test_health_answers_and_metrics_move_under_load(server: VllmServer) -> None:
     before = metrics_of(server)
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with ThreadPoolExecutor(CLIENTS) as pool, httpx.Client(timeout=30) as health:
         spoken = [pool.submit(say, server, TEXTS[i % 4]) for i in range(CLIENTS)]
         took, begun = [], time.monotonic()
         while not all(each.done() for each in spoken):
             start = time.monotonic()
-            assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+            assert health.get(f"{server.url}/health").status_code == 200
             took.append(time.monotonic() - start)
             time.sleep(0.02)
     whole = time.monotonic() - begun

@@ -17,6 +17,8 @@ from vllm_bounded_kv.launch import VllmServer
 CLIENTS = 16
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
+_CLIENT = httpx.Client(timeout=120, limits=httpx.Limits(None, max_keepalive_connections=0))
+"""Of all threads: making one takes a while, in which no other thread asks."""
 TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 
 
@@ -33,7 +35,7 @@ def serving_voice(voices: Path) -> Iterator[VllmServer]:
 
 def say(server: VllmServer, text: str, **options: Any) -> bytes:
     body = {"model": NAME, "input": text, "response_format": "pcm", "seed": 1, **options}
-    answer = httpx.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS, timeout=120)
+    answer = _CLIENT.post(f"{server.url}/v1/audio/speech", json=body, headers=HEADERS)
     assert answer.status_code == 200, answer.text
     return answer.content
 
