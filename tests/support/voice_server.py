@@ -17,7 +17,7 @@ from vllm_bounded_kv.launch import VllmServer
 CLIENTS = 16
 KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-_CLIENT = httpx.Client(timeout=120, limits=httpx.Limits(None, max_keepalive_connections=0))
+_CLIENT = httpx.Client(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
 """Of all threads: making one takes a while, in which no other thread asks."""
 TEXTS = [f"There are {word} of us here today." for word in ("two", "three", "four", "five")]
 
