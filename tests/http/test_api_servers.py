@@ -74,7 +74,10 @@ def two_api_servers(
 ) -> Iterator[VllmServer]:
     file = tmp_path_factory.mktemp("config") / "server.yaml"
     file.write_text(CONFIG + as_yaml([*tiny_server_flags(POOL_BLOCKS), *LONG]))
-    with serving(tiny_model, ["--config", str(file)]) as server:
+    # A connection is looked at after its answer, which takes more than the 5 s that vLLM keeps it
+    # open where all cores are busy.
+    env = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600"}
+    with serving(tiny_model, ["--config", str(file)], env) as server:
         yield server
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.server_processes import let_front_end_go_first
 from bounded_kv_server.cli import NAME, embedded_flags
 from bounded_kv_speech.package import BUILT_IN, model_of
 from support.fire import connection, request
@@ -64,6 +65,8 @@ def supervised(
             ],
         )
     with Supervised(model, flags, tmp_path_factory.mktemp("ends") / "codes") as server:
+        assert server.process is not None
+        let_front_end_go_first(server.process.pid)
         yield server, kind
 
 
@@ -131,7 +134,7 @@ def clients(url: str, kind: str) -> Iterator[dict[str, Future[str]]]:
             begun["events"] = pool.submit(read_speech, url, "sse")
             begun["socket"] = pool.submit(read_socket, url, TEXT)
             begun["idle socket"] = pool.submit(read_socket, url, "")
-        wait_until(lambda: figures(url)["slots_used"], lambda used: used >= BUSY[kind])
+        wait_until(lambda: figures(url)["slots_used"], lambda used: used >= BUSY[kind], AGAIN_S)
         yield begun
 
 
@@ -175,6 +178,7 @@ def test_a_server_that_is_told_to_end_lets_streams_end(supervised: tuple[Supervi
     """Those that do within `--shutdown-timeout`; the others are told, or cut off."""
     server, kind = supervised
     assert server.process is not None
+    let_front_end_go_first(server.process.pid)
     with clients(server.url, kind) as asked, ThreadPoolExecutor(1) as pool:
         short = pool.submit(read_text, server.url, kind, 100, True)
         wait_until(
