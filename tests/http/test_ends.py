@@ -18,7 +18,6 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.server_processes import let_front_end_go_first
 from bounded_kv_server.cli import NAME, embedded_flags
 from bounded_kv_speech.package import BUILT_IN, model_of
 from support.fire import connection, request
@@ -29,6 +28,7 @@ from support.server import (
     figures,
     is_idle,
     processes,
+    put_front_end_first,
     tiny_server_flags,
     wait_until,
 )
@@ -65,8 +65,7 @@ def supervised(
             ],
         )
     with Supervised(model, flags, tmp_path_factory.mktemp("ends") / "codes") as server:
-        assert server.process is not None
-        let_front_end_go_first(server.process.pid)
+        put_front_end_first(server)
         yield server, kind
 
 
@@ -178,7 +177,7 @@ def test_a_server_that_is_told_to_end_lets_streams_end(supervised: tuple[Supervi
     """Those that do within `--shutdown-timeout`; the others are told, or cut off."""
     server, kind = supervised
     assert server.process is not None
-    let_front_end_go_first(server.process.pid)
+    put_front_end_first(server)
     with clients(server.url, kind) as asked, ThreadPoolExecutor(1) as pool:
         short = pool.submit(read_text, server.url, kind, 100, True)
         wait_until(

@@ -57,9 +57,14 @@ def serving(
 ) -> Iterator[VllmServer]:
     """A server whose front end comes before its engine."""
     with VllmServer(model, flags, env) as server:
-        assert server.process is not None
-        let_front_end_go_first(server.process.pid)
+        put_front_end_first(server)
         yield server
+
+
+def put_front_end_first(server: VllmServer) -> None:
+    """Before its engine, as it is now: one that is started again has to be put first again."""
+    assert server.process is not None
+    let_front_end_go_first(server.process.pid)
 
 
 def processes(server: VllmServer, *names: str) -> list[psutil.Process]:
