@@ -13,8 +13,8 @@ from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
 
 
 @dataclass(frozen=True)
-class Slots:
-    """A pool of blocks, divided. As text it is the start-up line."""
+class SlotSize:
+    """What the largest slot takes."""
 
     policy: EnginePolicy
     """Resolved."""
@@ -22,26 +22,32 @@ class Slots:
     """Entries of a block."""
     block_bytes: int
     """Of all layers and all tensor-parallel workers."""
+
+    @property
+    def slot_blocks(self) -> int:
+        """Its blocks."""
+        return self.policy.largest.num_blocks(self.block_size)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Their bytes."""
+        return self.slot_blocks * self.block_bytes
+
+    @property
+    def source_blocks(self) -> int:
+        """Those of its blocks that streams over one source can share."""
+        return self.policy.largest.num_immutable_blocks(self.block_size)
+
+
+@dataclass(frozen=True)
+class Slots(SlotSize):
+    """A pool of blocks, divided. As text it is the start-up line."""
+
     pool_blocks: int
     """Blocks that streams can hold: vLLM's null block is none of them."""
     num_slots: int
     """Slots of the largest size that may be held at once, nothing shared."""
     max_pinned_blocks: int
-
-    @property
-    def slot_blocks(self) -> int:
-        """Blocks of the largest slot."""
-        return self.policy.largest.num_blocks(self.block_size)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the largest slot."""
-        return self.slot_blocks * self.block_bytes
-
-    @property
-    def source_blocks(self) -> int:
-        """Blocks of the largest slot that streams over one source can share."""
-        return self.policy.largest.num_immutable_blocks(self.block_size)
 
     def __str__(self) -> str:
         largest, limit = self.policy.largest, self.policy.position_limit

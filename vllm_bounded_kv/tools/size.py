@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from vllm_bounded_kv.engine.slots import Slots, SlotSize, blocks_in, divide
+
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_bounded_kv.engine.policy import EnginePolicy
-    from vllm_bounded_kv.engine.slots import Slots
 
 UNITS = {
     "": 1,
@@ -33,7 +34,7 @@ LENGTHS = (10_000, 100_000)
 
 
 @dataclass(frozen=True)
-class Sizing:
+class Sizing(SlotSize):
     """What the cache of one model takes; bytes are those of all tensor-parallel workers."""
 
     model: str
@@ -44,11 +45,6 @@ class Sizing:
     dtype: str
     max_model_len: int
     num_workers: int
-    policy: EnginePolicy
-    """Resolved."""
-    block_size: int
-    """Entries of a block."""
-    block_bytes: int
     full_blocks: dict[int, int]
     """Stream length in tokens to blocks that stock vLLM holds of it at its end."""
     streams: int
@@ -56,21 +52,6 @@ class Sizing:
     """Of each worker, in bytes."""
     slots: Slots | None
     """What `memory` holds."""
-
-    @property
-    def slot_blocks(self) -> int:
-        """Blocks of the largest slot."""
-        return self.policy.largest.num_blocks(self.block_size)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of the largest slot."""
-        return self.slot_blocks * self.block_bytes
-
-    @property
-    def source_blocks(self) -> int:
-        """Blocks of it that streams over one source can share."""
-        return self.policy.largest.num_immutable_blocks(self.block_size)
 
     @property
     def shared_bytes(self) -> int:
@@ -195,7 +176,6 @@ def sizing_of(
         ValueError: as the engine does at start-up, or naming the option, its value and the limit.
     """
     from vllm_bounded_kv.engine.refusals import check_declared_layers, check_model
-    from vllm_bounded_kv.engine.slots import blocks_in, divide
 
     check_model(model)
     check_declared_layers(model)
