@@ -7,6 +7,7 @@ voices.safetensors  codes of each voice, int16
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,5 +109,19 @@ def save(
     export(folder / "lm", dict(lm))
     weights = {key: value.half().contiguous() for key, value in codec.state_dict().items()}
     save_file(weights, folder / "codec.safetensors")
+    save_voices(folder, voices)
+
+
+def save_voices(folder: Path, voices: Mapping[str, NDArray[np.int64]]) -> None:
+    """Write a package's voices, as codes, in place of those it has."""
     short = {name: torch.from_numpy(codes.astype(np.int16)) for name, codes in voices.items()}
     save_file(short, folder / "voices.safetensors")
+
+
+def write_sums(folder: Path) -> None:
+    """Write a package's `SHA256SUMS`."""
+    sums = [
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(folder)}"
+        for path in sorted(folder.rglob("*.safetensors"))
+    ]
+    (folder / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")

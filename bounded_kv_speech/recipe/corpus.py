@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bounded_kv_speech.features import features
 from bounded_kv_speech.frames import CODE_RATE, FRAMES_PER_CODE, HOP, SAMPLE_RATE, Floats
 from bounded_kv_speech.recipe import shards, text
+from bounded_kv_speech.recipe.arguments import amount, count
 from bounded_kv_speech.recipe.envelopes import envelopes
 from bounded_kv_speech.recipe.teacher import Teacher, Utterance, any_voice
 from bounded_kv_speech.tokens import SPEECH, phone_spans, to_phones
@@ -42,8 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     """Write the shards."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.corpus")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-    parser.add_argument("--hours", type=float, default=4.0, help="of speech (%(default)s)")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hours", type=amount, default=4.0, help="of speech (%(default)s)")
+    parser.add_argument("--processes", type=count, default=2)
     args = parser.parse_args(argv)
     seen, _ = text.load(args.work)
     shards.make(args.work / FOLDER, args.hours, args.processes, partial(_Maker, seen))

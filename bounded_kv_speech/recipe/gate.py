@@ -21,6 +21,7 @@ from bounded_kv_speech.codec import Codec
 from bounded_kv_speech.decode import decode_at_once
 from bounded_kv_speech.frames import Floats
 from bounded_kv_speech.recipe import text
+from bounded_kv_speech.recipe.arguments import count
 from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.envelopes import envelopes
 from bounded_kv_speech.recipe.judge import Judge, word_error_rate
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Print the word error rates; exit status 1 when the codec misses the gate."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.gate")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-    parser.add_argument("--sentences", type=int, default=100, help="in turn in each voice")
+    parser.add_argument("--sentences", type=count, default=100, help="in turn in each voice")
     args = parser.parse_args(argv)
     _, unseen = text.load(args.work)
     codec = load_codec(args.work)

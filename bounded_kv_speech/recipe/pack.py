@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,14 @@ import numpy as np
 
 from bounded_kv_speech.frames import FRAMES_PER_CODE, Floats
 from bounded_kv_speech.lm import SINK
-from bounded_kv_speech.package import BUILT_IN, save
+from bounded_kv_speech.package import BUILT_IN, save, write_sums
 from bounded_kv_speech.recipe import teacher, text
 from bounded_kv_speech.recipe.train_codec import load_codec
 from bounded_kv_speech.recipe.train_lm import load_voice
 from bounded_kv_speech.voice import voice_of
 
 CANDIDATES = 24
-"""Sentences, the longest of some, that a voice's sample is chosen from."""
+"""Sentences, the longest of some, that a voice's samples are chosen from."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,36 +29,37 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     codec, lm = load_codec(args.work), load_voice(args.work)
     seen, _ = text.load(args.work)
-    speaker = teacher.Teacher()
-    sentences = sorted(seen[:200], key=len)[-CANDIDATES:]
-    phonemes = [next(speaker.phonemes(sentence)) for sentence in sentences]
     voices = {
-        name: voice_of(
-            typical([speaker.say(each, voice, i) for i, each in enumerate(phonemes)]), codec.encoder
-        )
-        for name, voice in teacher.BUILT_IN.items()
+        name: voice_of(best, codec.encoder)
+        for name, (best,) in samples_of(teacher.Teacher(), seen, 1).items()
     }
     save(args.out, lm.weights(), codec, voices)
-    sums = [
-        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.relative_to(args.out)}"
-        for path in sorted(args.out.rglob("*.safetensors"))
-    ]
-    (args.out / "SHA256SUMS").write_text("\n".join(sums) + "\n", encoding="utf-8")
+    write_sums(args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     print(f"{args.out}: {size / 1e6:.1f} MB, voices {', '.join(voices)}")
     return 0
 
 
-def typical(said: Sequence[teacher.Utterance]) -> Floats:
-    """The one whose beginning has the pitch that is usual: many a sentence begins high."""
+def samples_of(speaker: teacher.Teacher, seen: list[str], count: int) -> dict[str, list[Floats]]:
+    """Of each built-in voice, the `count` most typical of sentences learned from."""
+    sentences = sorted(seen[:200], key=len)[-CANDIDATES:]
+    phonemes = [next(speaker.phonemes(sentence)) for sentence in sentences]
+    return {
+        name: typical([speaker.say(each, voice, i) for i, each in enumerate(phonemes)])[:count]
+        for name, voice in teacher.BUILT_IN.items()
+    }
+
+
+def typical(said: Sequence[teacher.Utterance]) -> list[Floats]:
+    """Those first whose beginning has the pitch that is usual: many a sentence begins high."""
 
     def pitch(f0: Floats) -> float:
         return float(np.median(np.log(f0[f0 > 0])))
 
     usual = float(np.mean([pitch(each.f0) for each in said]))
     size = SINK * FRAMES_PER_CODE
-    nearest = min(said, key=lambda each: abs(pitch(each.f0[:size]) - usual))
-    return nearest.samples
+    nearest = sorted(said, key=lambda each: abs(pitch(each.f0[:size]) - usual))
+    return [each.samples for each in nearest]
 
 
 if __name__ == "__main__":

@@ -25,13 +25,14 @@ def make(
     hours: float,
     processes: int,
     maker: Callable[[], Callable[[int], tuple[float, Arrays]]],
+    first: int = 0,
 ) -> None:
-    """Make shards until they hold `hours` of speech, those that are there included.
+    """Make shards from number `first` on until they hold `hours` of speech, with those there.
 
     `maker` is called once in each process; what it returns makes a shard's seconds and arrays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    wanted, done, number = hours * 3600, 0.0, 0
+    wanted, done, number = hours * 3600, 0.0, first
     with (
         get_context("spawn").Pool(processes, _begin, (folder, maker)) as pool,
         tqdm(total=round(wanted), unit="s of speech", file=sys.stderr) as bar,

@@ -50,7 +50,7 @@ BUILT_IN = {
 }
 """The voices that come with the model."""
 PITCHES, SIZES = (0.65, 1.3), (0.84, 1.0)
-BUILT_IN_SHARE = 0.5
+BUILT_IN_SHARE = 0.75
 
 
 def any_voice(rng: np.random.Generator) -> Voice:

@@ -27,6 +27,7 @@ from bounded_kv_speech.frames import (
     band_centres,
     interpolation,
 )
+from bounded_kv_speech.recipe.arguments import checkpoint, count
 from bounded_kv_speech.recipe.corpus import Corpus, load
 from bounded_kv_speech.recipe.training import Training, load_trained, moved_average
 from bounded_kv_speech.tokens import VOICE
@@ -94,9 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     """Train to the end, or go on."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.train_codec")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-    parser.add_argument("--steps", type=int, default=12_000)
+    parser.add_argument("--steps", type=count, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--decoder-of", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("--decoder-of", type=checkpoint, metavar="CHECKPOINT")
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
     corpus = load(args.work)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from bounded_kv_speech.codec import Encoder
 from bounded_kv_speech.frames import CODE_RATE
 from bounded_kv_speech.recipe import shards, text
+from bounded_kv_speech.recipe.arguments import amount, count, shard
 from bounded_kv_speech.recipe.corpus import PACES, phones_at
 from bounded_kv_speech.recipe.teacher import Teacher, Utterance, any_voice
 from bounded_kv_speech.recipe.train_codec import load_codec
@@ -54,12 +55,15 @@ def main(argv: list[str] | None = None) -> int:
     """Write the shards."""
     parser = argparse.ArgumentParser(prog="python -m bounded_kv_speech.recipe.utterances")
     parser.add_argument("--work", type=Path, required=True, help="folder for everything made")
-    parser.add_argument("--hours", type=float, default=30.0, help="of speech (%(default)s)")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--hours", type=amount, default=30.0, help="of speech (%(default)s)")
+    parser.add_argument("--processes", type=count, default=2)
+    parser.add_argument(
+        "--first", type=shard, default=0, help="shard to begin at: to say other things than before"
+    )
     args = parser.parse_args(argv)
     seen, _ = text.load(args.work)
     maker = partial(_Maker, args.work, seen)
-    shards.make(args.work / FOLDER, args.hours, args.processes, maker)
+    shards.make(args.work / FOLDER, args.hours, args.processes, maker, args.first)
     return 0
 
 

@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bounded_kv_speech.codec import CodecConfig, Encoder
+from bounded_kv_speech.codec import Codec, CodecConfig, Encoder
 from bounded_kv_speech.frames import CODE_RATE, SAMPLE_RATE
 from bounded_kv_speech.lm import POSITION_LIMIT, SINK, WINDOW, export, token_names
-from bounded_kv_speech.recipe import train_lm
+from bounded_kv_speech.package import save
+from bounded_kv_speech.recipe import train_lm, unpack
 from bounded_kv_speech.recipe.corpus import marks_of
 from bounded_kv_speech.recipe.teacher import Utterance
+from bounded_kv_speech.recipe.train_codec import load_codec
 from bounded_kv_speech.recipe.train_lm import NO_LABEL, Batch, Voice, positions_of, seen
 from bounded_kv_speech.recipe.utterances import LEAD_CODES, Sittings, write
 from bounded_kv_speech.tokens import (
@@ -148,3 +150,25 @@ def test_the_folder_is_the_model(tmp_path: Path) -> None:
         *(VOICE, FIRST_CODE, VOCAB_SIZE - 1),
         *(TEXT, FIRST_PHONE + 3, FIRST_PHONE, SPEECH),
     ]
+
+
+def test_training_can_go_on_from_a_package(tmp_path: Path) -> None:
+    """Both models come out as they went in, but for half precision."""
+    torch.manual_seed(0)
+    voice, codec = Voice(), Codec(CodecConfig())
+    with torch.no_grad():
+        voice.own.mul_(20)
+        voice.of_property.mul_(20)
+    save(tmp_path / "package", voice.weights(), codec, {"robin": np.arange(40)})
+    asked = ["--work", str(tmp_path / "work"), "--package", str(tmp_path / "package")]
+    assert unpack.main(asked) == 0
+    again, state = Voice(), torch.load(tmp_path / "work" / "packed.pt", weights_only=True)
+    again.load_state_dict(state["model"])
+    expected = {name: value.half().float() for name, value in voice.weights().items()}
+    torch.testing.assert_close(again.weights(), expected, rtol=0, atol=1e-6)
+    # What codes have in common is found again, not left in rows of their own.
+    assert again.own[FIRST_CODE:].std() < 1.1 * voice.own[FIRST_CODE:].std()
+    expected = {name: value.half().float() for name, value in codec.state_dict().items()}
+    torch.testing.assert_close(load_codec(tmp_path / "work").state_dict(), expected)
+    with pytest.raises(SystemExit):
+        unpack.main(asked)  # nothing is overwritten
