@@ -10,33 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_bounded_kv.engine.policy import EnginePolicy, PolicyError
-
-
-@dataclass(frozen=True)
-class SlotSize:
-    """What the largest slot takes."""
-
-    policy: EnginePolicy
-    """Resolved."""
-    block_size: int
-    """Entries of a block."""
-    block_bytes: int
-    """Of all layers and all tensor-parallel workers."""
-
-    @property
-    def slot_blocks(self) -> int:
-        """Its blocks."""
-        return self.policy.largest.num_blocks(self.block_size)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Their bytes."""
-        return self.slot_blocks * self.block_bytes
-
-    @property
-    def source_blocks(self) -> int:
-        """Those of its blocks that streams over one source can share."""
-        return self.policy.largest.num_immutable_blocks(self.block_size)
+from vllm_bounded_kv.engine.slot_size import SlotSize
 
 
 @dataclass(frozen=True)

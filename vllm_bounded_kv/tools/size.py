@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from vllm_bounded_kv.engine.slots import Slots, SlotSize, blocks_in, divide
+from vllm_bounded_kv.engine.slot_size import SlotSize
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from vllm_bounded_kv.engine.policy import EnginePolicy
+    from vllm_bounded_kv.engine.slots import Slots
 
 UNITS = {
     "": 1,
@@ -176,6 +177,7 @@ def sizing_of(
         ValueError: as the engine does at start-up, or naming the option, its value and the limit.
     """
     from vllm_bounded_kv.engine.refusals import check_declared_layers, check_model
+    from vllm_bounded_kv.engine.slots import blocks_in, divide
 
     check_model(model)
     check_declared_layers(model)
