@@ -75,8 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         "wer": words.error_rates(heard),
         "order": words.order(heard),
         "nearest_to_own_voice": words.likeness(package, heard),
-        "five_minutes": endless.judged(longs[0], EITHER_END),
-        "at_either_end": endless.at_either_end(longs, EITHER_END),
+        **endless.judged(longs, EITHER_END),
     }
     args.out.mkdir(parents=True, exist_ok=True)
     _write_samples(args.out, said, package)

@@ -72,22 +72,39 @@ async def say(
     return Endless(texts, spoken, blocks)
 
 
-def judged(endless: Endless, first: int) -> dict[str, Any]:
-    """Word error rate and pitch of the first sentences, and of the same at the end."""
-    judge, sounds = Judge(), endless.sounds()
+def judged(streams: Sequence[Endless], first: int) -> dict[str, Any]:
+    """Word error rate and pitch of one stream's first sentences, and of the same at its end; and
+    the word error rate at either end of all streams together.
+    """
+    judge, whole = Judge(), streams[0]
     pairs = [
         (text, judge.hear(sound))
         for text, sound in zip(
-            tqdm(endless.texts, unit=" sentences", file=sys.stderr, desc="judge"),
-            sounds,
+            tqdm(whole.texts, unit=" sentences", file=sys.stderr, desc="judge"),
+            whole.sounds(),
             strict=True,
         )
     ]
-    octaves = [Likeness.of(sound).octaves for sound in sounds]
+    ends = {"first": pairs[:first], "last": pairs[-first:]}
+    for stream in tqdm(streams[1:], unit=" streams", file=sys.stderr, desc="judge"):
+        said = list(zip(stream.texts, stream.sounds(), strict=True))
+        for name, part in (("first", said[:first]), ("last", said[-first:])):
+            ends[name] = ends[name] + [(text, judge.hear(sound)) for text, sound in part]
+    return {
+        "five_minutes": _one(whole, pairs, first),
+        "at_either_end": {
+            "streams": len(streams),
+            "wer": {name: round(word_error_rate(of), 3) for name, of in ends.items()},
+        },
+    }
+
+
+def _one(endless: Endless, pairs: Sequence[tuple[str, str]], first: int) -> dict[str, Any]:
+    octaves = [Likeness.of(sound).octaves for sound in endless.sounds()]
     parts = {"first": slice(0, first), "last": slice(-first, None), "all": slice(None)}
     return {
         "seconds": round(endless.spoken.audio_s, 1),
-        "sentences": len(sounds),
+        "sentences": len(pairs),
         "sentences_at_either_end": first,
         "in_order": endless.spoken.is_in_order,
         "blocks": sorted(set(endless.blocks)),
@@ -102,19 +119,6 @@ def judged(endless: Endless, first: int) -> dict[str, Any]:
         ],
         "octaves": [round(value, 3) for value in octaves],
         "ends_s": [round(float(end), 2) for end in endless.spoken.ends / SAMPLE_RATE],
-    }
-
-
-def at_either_end(streams: Sequence[Endless], first: int) -> dict[str, Any]:
-    """Word error rate of the first sentences and of the same at the end, over several streams."""
-    judge, pairs = Judge(), {"first": list[tuple[str, str]](), "last": list[tuple[str, str]]()}
-    for stream in tqdm(streams, unit=" streams", file=sys.stderr, desc="judge"):
-        said = list(zip(stream.texts, stream.sounds(), strict=True))
-        for name, part in (("first", said[:first]), ("last", said[-first:])):
-            pairs[name] += [(text, judge.hear(sound)) for text, sound in part]
-    return {
-        "streams": len(streams),
-        "wer": {name: round(word_error_rate(of), 3) for name, of in pairs.items()},
     }
 
 

@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="streams that sound at once (%(default)s)",
     )
     args, others = parser.parse_known_args(argv)
+    if not args.model:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # more wait for each other
     os.execvp(vllm_command(), serve_command(args, others))
 
 
@@ -65,6 +67,7 @@ def embedded_flags(folder: Path, max_streams: int) -> list[str]:
         *("--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
         *("--kv-cache-memory-bytes", str(engine.kv_cache_memory_bytes)),
+        *("--distributed-executor-backend", str(engine.distributed_executor_backend)),
         "--enforce-eager",
     ]
 

@@ -135,7 +135,7 @@ def test_a_stream_goes_on_in_as_many_blocks(
             )
 
     long = loop.run_until_complete(run())
-    found = endless.judged(long, 3)
+    found = endless.judged([long], 3)["five_minutes"]
     assert found["in_order"]
     assert sum(map(len, long.spoken.tokens)) > 800
     assert len(found["blocks"]) == 1
